@@ -1,0 +1,184 @@
+"""The contribution table: what a factorised surrogate knows about a combinatorial library.
+
+A *leg* is a triple (reaction r, R-group g, synthon s); every property i of a product x = (r, s_1..s_G) is
+f_i(x) = b_i + sum_g w_i[r, g, s_g] (Pedawi et al. 2025, arXiv 2510.24380, section 3).  The table holds `w` as one row a leg
+(legs contiguous in the order reaction, R-group, synthon), the biases `b` and the scales `sigma_i` that make violations of
+different properties comparable.
+
+Sums are always formed in one order, ((b + w_1) + w_2) + ..., in float64: scores, both search engines and the counter then
+agree bit for bit, ties included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+MAX_RGROUPS = 4
+_MAX_MAGNITUDE = 1e100  # sums and scaled violations of such numbers stay finite
+
+
+@dataclass(frozen=True, eq=False)
+class ContributionTable:
+    """Leg contributions of every property.
+
+    Args:
+        sizes: `sizes[r][g]` = number of synthons of R-group g of reaction r; 2 to 4 R-groups a reaction.
+        values: float64[L, P], one row a leg.
+        bias: float64[P].
+        scale: float64[P], the training standard deviation sigma_i > 0 of each property.
+        names: P distinct property names.
+        available: bool[L] or None; legs marked False (out of stock) never appear in a product.
+
+    Raises:
+        ValueError: a shape, a number or a name does not fit; the message starts with the argument's name.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    values: NDArray[np.float64]
+    bias: NDArray[np.float64]
+    scale: NDArray[np.float64]
+    names: tuple[str, ...]
+    available: NDArray[np.bool_] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = tuple(tuple(int(n) for n in groups) for groups in self.sizes)
+        names = tuple(self.names)
+        if not sizes:
+            raise ValueError("sizes: a library needs at least one reaction")
+        for r, groups in enumerate(sizes):
+            if not 2 <= len(groups) <= MAX_RGROUPS:
+                raise ValueError(f"sizes[{r}]: {len(groups)} R-groups; a reaction has 2 to {MAX_RGROUPS}")
+            if min(groups) < 1:
+                raise ValueError(f"sizes[{r}]: R-group {groups.index(min(groups))} is empty; give at least one synthon")
+        if not names or len(set(names)) != len(names) or not all(names):
+            raise ValueError(f"names: {names!r}; give at least one name, all distinct and not empty")
+        legs = sum(map(sum, sizes))
+        for field, value, shape in (
+            ("values", self.values, (legs, len(names))),
+            ("bias", self.bias, (len(names),)),
+            ("scale", self.scale, (len(names),)),
+        ):
+            array = np.array(value, dtype=np.float64, order="C")
+            if array.shape != shape:
+                raise ValueError(f"{field}: shape {array.shape}; expected {shape} (legs, properties)")
+            if not (np.abs(array) <= _MAX_MAGNITUDE).all():
+                raise ValueError(f"{field}: holds a number that is not finite or above {_MAX_MAGNITUDE:g} in magnitude")
+            array.flags.writeable = False
+            object.__setattr__(self, field, array)
+        if (self.scale < 1 / _MAX_MAGNITUDE).any():
+            worst = int(np.argmin(self.scale))
+            raise ValueError(f"scale[{worst}]: {self.scale[worst]} ({names[worst]}); a scale is positive")
+        if self.available is not None:
+            mask = np.array(self.available)
+            if mask.dtype != np.bool_ or mask.shape != (legs,):
+                raise ValueError(f"available: {mask.dtype}{mask.shape}; expected bool({legs},)")
+            mask.flags.writeable = False
+            object.__setattr__(self, "available", mask)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "names", names)
+
+    @property
+    def reaction_count(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def leg_count(self) -> int:
+        return len(self.values)
+
+    @property
+    def product_count(self) -> int:
+        """N, out-of-stock legs included: a Python int, because libraries exceed 2**63 products."""
+        return sum(prod(groups) for groups in self.sizes)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """int64[R, 4]: row of the first leg of each R-group, -1 where a reaction has fewer R-groups."""
+        offsets = np.full((len(self.sizes), MAX_RGROUPS), -1, dtype=np.int64)
+        start = 0
+        for r, groups in enumerate(self.sizes):
+            for g, size in enumerate(groups):
+                offsets[r, g] = start
+                start += size
+        return offsets
+
+    def with_columns(
+        self, names: Sequence[str], values: ArrayLike, scale: ArrayLike | None = None
+    ) -> ContributionTable:
+        """Append exactly additive columns (mass, price, stock counts) with bias 0.
+
+        Args:
+            names: new property names.
+            values: [L, len(names)], or [L] for one name.
+            scale: sigma of each new column; by default the standard deviation over legs (1 for a constant column).
+        """
+        legs = np.asarray(values, dtype=np.float64)
+        legs = legs.reshape(len(legs), -1)
+        if legs.shape != (self.leg_count, len(names)):
+            raise ValueError(f"values: shape {legs.shape}; expected {(self.leg_count, len(names))} (legs, new columns)")
+        if scale is None:
+            deviation = legs.std(axis=0)
+            scale = np.where(deviation > 0, deviation, 1.0)
+        return replace(
+            self,
+            values=np.concatenate([self.values, legs], axis=1),
+            bias=np.concatenate([self.bias, np.zeros(len(names))]),
+            scale=np.concatenate([self.scale, np.asarray(scale, dtype=np.float64).reshape(-1)]),
+            names=(*self.names, *names),
+        )
+
+    def with_availability(self, available: NDArray[np.bool_] | None) -> ContributionTable:
+        """The same table with another stock mask; contributions do not move."""
+        return replace(self, available=available)
+
+
+def score(table: ContributionTable, reaction: ArrayLike, synthons: ArrayLike) -> NDArray[np.float64]:
+    """Properties float64[n, P] of products given as reaction int[n] and synthons int[n, 4] (-1 = no such R-group).
+
+    Raises:
+        ValueError: an index is out of range or the padding does not match the reaction; names the row.
+    """
+    r, s = _checked_products(table, reaction, synthons)
+    total = np.repeat(table.bias[None, :], len(r), axis=0)
+    for g in range(MAX_RGROUPS):
+        offsets = table.offsets[r, g]
+        rows = np.flatnonzero(offsets >= 0)
+        total[rows] += table.values[offsets[rows] + s[rows, g]]
+    return total
+
+
+def explain(table: ContributionTable, reaction: int, synthons: Sequence[int]) -> NDArray[np.float64]:
+    """Contributions float64[G, P] of the legs of one product; with the bias they sum to its score."""
+    padded = [*synthons, *([-1] * (MAX_RGROUPS - len(synthons)))]
+    r, s = _checked_products(table, [reaction], [padded])
+    groups = len(table.sizes[reaction])
+    return table.values[table.offsets[r[0], :groups] + s[0, :groups]]
+
+
+def _checked_products(
+    table: ContributionTable, reaction: ArrayLike, synthons: ArrayLike
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    r = np.asarray(reaction).reshape(-1)
+    s = np.asarray(synthons)
+    if s.shape != (len(r), MAX_RGROUPS) or (r.size and not (r.dtype.kind in "iu" and s.dtype.kind in "iu")):
+        raise ValueError(f"synthons: {s.dtype}{s.shape}; expected integers of shape ({len(r)}, {MAX_RGROUPS})")
+    r, s = r.astype(np.int64), s.astype(np.int64)
+    wrong = np.flatnonzero((r < 0) | (r >= table.reaction_count))
+    if wrong.size:
+        raise ValueError(f"reaction[{wrong[0]}]: {r[wrong[0]]}; the library has {table.reaction_count} reactions")
+    limits = np.zeros((table.reaction_count, MAX_RGROUPS), dtype=np.int64)
+    for index, groups in enumerate(table.sizes):
+        limits[index, : len(groups)] = groups
+    limit = limits[r]
+    row, g = np.nonzero(np.where(limit > 0, (s < 0) | (s >= limit), s != -1))
+    if row.size:
+        raise ValueError(
+            f"synthons[{row[0]}]: R-group {g[0]} has index {s[row[0], g[0]]}; reaction {r[row[0]]} has "
+            f"{limit[row[0], g[0]]} synthons there (-1 pads a missing R-group)"
+        )
+    return r, s

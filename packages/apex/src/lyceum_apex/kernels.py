@@ -1,0 +1,430 @@
+"""The loops, compiled by numba without the interpreter lock.
+
+Bounds are exact without any tolerance: rounding is monotone, so adding the largest (smallest) leg of every slot *in the order
+in which a product's own legs are added* gives a number that no rounded product sum exceeds (undercuts).  The same holds
+for violations, whose terms are non-negative and added in column order.
+
+A rank key is (violation, objective, reaction, synthons...): less violation first, then more objective, then smaller indices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+
+class Columns(NamedTuple):
+    """The queried columns; column 0 is the objective."""
+
+    bias: NDArray[np.float64]
+    lower: NDArray[np.float64]
+    upper: NDArray[np.float64]
+    weight: NDArray[np.float64]
+
+
+class Threshold(NamedTuple):
+    """Rank key of the k-th best product known; (inf, -inf, ...) while fewer than k are known."""
+
+    violation: float
+    objective: float
+    product: NDArray[np.int32]  # [5] reaction, synthons
+
+
+class Lane(NamedTuple):
+    """Working memory of one task: a stack of pending node tuples, products found, node tuples put off."""
+
+    stack: NDArray[np.int32]  # [S, 5] reaction, nodes
+    stack_key: NDArray[np.float64]  # [S, 2] violation bound, objective bound
+    product: NDArray[np.int32]  # [F, 5] reaction, synthons
+    key: NDArray[np.float64]  # [F, 2] violation, objective
+    put_off: NDArray[np.int32]  # [D, 5]
+    put_off_key: NDArray[np.float64]  # [D, 2]
+    prefix: NDArray[np.float64]  # [3, C] sums over slots 0, 0..1, 0..2
+    violation: NDArray[np.float64]  # [T] one row of products
+
+
+@njit(cache=True, nogil=True)
+def grow(legs: Any, ids: Any, begin: int, end: int, leaf_size: int, node: int, weight: Any, forest: Any) -> int:
+    """Tree over legs begin..end, its nodes numbered from `node` on; returns the number of leaves."""
+    columns = legs.shape[1]
+    order = np.arange(begin, end)
+    forest.begin[node], forest.end[node] = begin, end
+    free, leaves = node + 1, 0
+    current = node
+    while current < free:
+        first, last = forest.begin[current] - begin, forest.end[current] - begin
+        low, high = forest.low[current], forest.high[current]
+        low[:], high[:] = np.inf, -np.inf
+        smallest = ids[order[first]]
+        for i in range(first, last):
+            row = order[i]
+            smallest = min(smallest, ids[row])
+            for c in range(columns):
+                low[c], high[c] = min(low[c], legs[row, c]), max(high[c], legs[row, c])
+        forest.first[current] = smallest
+        if last - first <= leaf_size:
+            leaves += 1
+            for i in range(first, last):  # insertion sort: objective descending, then id
+                row = order[i]
+                j = i
+                while j > first and (
+                    legs[order[j - 1], 0] < legs[row, 0]
+                    or (legs[order[j - 1], 0] == legs[row, 0] and ids[order[j - 1]] > ids[row])
+                ):
+                    order[j] = order[j - 1]
+                    j -= 1
+                order[j] = row
+        else:
+            widest, width = -1, 0.0
+            for c in range(columns):
+                if (high[c] - low[c]) * weight[c] > width:
+                    widest, width = c, (high[c] - low[c]) * weight[c]
+            middle = first + (last - first) // 2
+            if widest >= 0:  # legs that agree in every column stay in the order of their ids
+                _select(order, legs, widest, first, last - 1, middle)
+            forest.child[current] = free
+            forest.begin[free], forest.end[free] = first + begin, middle + begin
+            forest.begin[free + 1], forest.end[free + 1] = middle + begin, last + begin
+            free += 2
+        current += 1
+    for i in range(end - begin):
+        forest.ids[begin + i] = ids[order[i]]
+        for c in range(columns):
+            forest.points[c, begin + i] = legs[order[i], c]
+    return leaves
+
+
+@njit(cache=True, nogil=True)
+def _select(order: Any, legs: Any, column: int, left: int, right: int, middle: int) -> None:
+    """Hoare's quickselect: order[left..middle-1] <= order[middle..right] in the column."""
+    while left < right:
+        pivot = legs[order[(left + right) // 2], column]
+        i, j = left, right
+        while i <= j:
+            while legs[order[i], column] < pivot:
+                i += 1
+            while legs[order[j], column] > pivot:
+                j -= 1
+            if i <= j:
+                order[i], order[j] = order[j], order[i]
+                i += 1
+                j -= 1
+        if middle <= j:
+            right = j
+        elif middle >= i:
+            left = i
+        else:
+            return
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _bound(forest: Any, columns: Any, tuple_: Any) -> tuple[float, float]:
+    """Lower bound of the violation and upper bound of the objective over a node tuple."""
+    n0, n1, n2, n3 = tuple_[1], tuple_[2], tuple_[3], tuple_[4]
+    high, low = forest.high, forest.low
+    objective = (((columns.bias[0] + high[n0, 0]) + high[n1, 0]) + high[n2, 0]) + high[n3, 0]
+    violation = 0.0
+    for c in range(1, columns.bias.size):
+        most = (((columns.bias[c] + high[n0, c]) + high[n1, c]) + high[n2, c]) + high[n3, c]
+        least = (((columns.bias[c] + low[n0, c]) + low[n1, c]) + low[n2, c]) + low[n3, c]
+        violation += (max(columns.lower[c] - most, 0.0) + max(least - columns.upper[c], 0.0)) * columns.weight[c]
+    return violation, objective
+
+
+@njit(cache=True, nogil=True)
+def _beaten(forest: Any, violation: float, objective: float, tuple_: Any, threshold: Any) -> bool:
+    """Whether no product below a node tuple ranks before the threshold."""
+    if violation != threshold.violation:
+        return violation > threshold.violation
+    if objective != threshold.objective:
+        return objective < threshold.objective
+    if tuple_[0] != threshold.product[0]:
+        return tuple_[0] > threshold.product[0]
+    for g in range(1, 5):
+        smallest = forest.first[tuple_[g]]
+        if smallest != threshold.product[g]:
+            return smallest > threshold.product[g]
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _scan_row(points: Any, ids: Any, begin: int, end: int, row: Any, columns: Any, threshold: Any, product: Any,
+              lane: Any, found: int) -> int:
+    """Keep the products of one row (all slots but the last fixed, prefix sums `row`) that rank before the threshold."""
+    count = end - begin
+    violation = lane.violation
+    violation[:count] = 0.0
+    for c in range(1, columns.bias.size):
+        base, lower, upper, weight = row[c], columns.lower[c], columns.upper[c], columns.weight[c]
+        column = points[c, begin:end]
+        for j in range(count):
+            value = base + column[j]
+            violation[j] += (max(lower - value, 0.0) + max(value - upper, 0.0)) * weight
+    base = row[0]
+    column = points[0, begin:end]
+    candidates = 0
+    for j in range(count):  # a loop without branches is vectorised; hits are rare
+        candidates += (violation[j] < threshold.violation) | (
+            (violation[j] == threshold.violation) & (base + column[j] >= threshold.objective)
+        )
+    if candidates == 0:
+        return found
+    for j in range(count):
+        objective = base + column[j]
+        if violation[j] > threshold.violation:
+            continue
+        if violation[j] == threshold.violation:
+            if objective < threshold.objective:
+                continue
+            if objective == threshold.objective:
+                product[4] = ids[begin + j]
+                later = True
+                for g in range(5):
+                    if product[g] != threshold.product[g]:
+                        later = product[g] > threshold.product[g]
+                        break
+                if later:
+                    continue
+        lane.key[found, 0], lane.key[found, 1] = violation[j], objective
+        for g in range(4):
+            lane.product[found, g] = product[g]
+        lane.product[found, 4] = ids[begin + j]
+        found += 1
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: Any, found: int) -> tuple[int, int]:
+    """Scan the products of a tuple of leaves; returns the number of products in `lane` and of those evaluated."""
+    points, ids, size = forest.points, forest.ids, columns.bias.size
+    prefix = lane.prefix
+    n3 = tuple_[4]
+    begin, end = forest.begin[n3], forest.end[n3]
+    low, high = forest.low[n3], forest.high[n3]
+    product = np.empty(5, dtype=np.int32)
+    product[0] = tuple_[0]
+    touched = 0
+    for i0 in range(forest.begin[tuple_[1]], forest.end[tuple_[1]]):
+        product[1] = ids[i0]
+        for c in range(size):
+            prefix[0, c] = columns.bias[c] + points[c, i0]
+        for i1 in range(forest.begin[tuple_[2]], forest.end[tuple_[2]]):
+            product[2] = ids[i1]
+            for c in range(size):
+                prefix[1, c] = prefix[0, c] + points[c, i1]
+            for i2 in range(forest.begin[tuple_[3]], forest.end[tuple_[3]]):
+                product[3] = ids[i2]
+                violation = 0.0
+                for c in range(size):
+                    total = prefix[1, c] + points[c, i2]
+                    prefix[2, c] = total
+                    if c > 0:
+                        below = max(columns.lower[c] - (total + high[c]), 0.0)
+                        violation += (below + max((total + low[c]) - columns.upper[c], 0.0)) * columns.weight[c]
+                if violation > threshold.violation:
+                    continue
+                stop = end
+                if violation == threshold.violation:  # at best a tie: the leaf is sorted, so a prefix of it suffices
+                    left = begin
+                    while left < stop:
+                        middle = (left + stop) // 2
+                        if prefix[2, 0] + points[0, middle] < threshold.objective:
+                            stop = middle
+                        else:
+                            left = middle + 1
+                    if stop == begin:
+                        continue
+                touched += stop - begin
+                found = _scan_row(points, ids, begin, stop, prefix[2], columns, threshold, product, lane, found)
+    return found, touched
+
+
+@njit(cache=True, nogil=True)
+def explore(forest: Any, columns: Any, threshold: Any, horizon: Any, lane: Any, stacked: int, budget: int,
+            largest: int) -> tuple[int, int, int, int, int]:
+    """Depth-first search below the stacked node tuples, as far as they rank within the horizon.
+
+    Node tuples beaten by the threshold are dropped, those beyond the `horizon` (violation, objective) are put off.
+    Ends when the stack is empty, when `budget` evaluations are spent or when a buffer might overflow (a tuple of leaves holds
+    at most `largest` products).  Returns the numbers of tuples left on the stack, of products found, of tuples put off, of
+    products evaluated and of leaf tuples scanned.
+    """
+    stack, stack_key = lane.stack, lane.stack_key
+    found, put_off, touched, visited, work = 0, 0, 0, 0, 0
+    current = np.empty(5, dtype=np.int32)
+    sibling = np.empty(5, dtype=np.int32)
+    while (stacked > 0 and work < budget and found + largest <= len(lane.product) and put_off + 2 <= len(lane.put_off)
+           and stacked + 2 <= len(stack)):
+        stacked -= 1
+        current[:] = stack[stacked]
+        if _beaten(forest, stack_key[stacked, 0], stack_key[stacked, 1], current, threshold):
+            continue
+        slot, size = 0, 0
+        for g in range(1, 5):
+            node = current[g]
+            if forest.child[node] >= 0 and forest.end[node] - forest.begin[node] > size:
+                slot, size = g, forest.end[node] - forest.begin[node]
+        if slot == 0:
+            found, here = _scan_tuple(forest, columns, threshold, current, lane, found)
+            touched += here
+            visited += 1
+            work += here + 256
+            continue
+        work += 64
+        sibling[:] = current
+        current[slot] = forest.child[current[slot]]
+        sibling[slot] = current[slot] + 1
+        v, o = _bound(forest, columns, current)
+        sv, so = _bound(forest, columns, sibling)
+        if sv < v or (sv == v and (so > o or (so == o and forest.first[sibling[slot]] < forest.first[current[slot]]))):
+            current[slot], sibling[slot] = sibling[slot], current[slot]
+            v, o, sv, so = sv, so, v, o
+        for step in range(2):  # the worse child first, so that the better one is popped next
+            child = sibling if step == 0 else current
+            violation, objective = (sv, so) if step == 0 else (v, o)
+            if _beaten(forest, violation, objective, child, threshold):
+                continue
+            if violation > horizon[0] or (violation == horizon[0] and objective < horizon[1]):
+                lane.put_off[put_off] = child
+                lane.put_off_key[put_off, 0], lane.put_off_key[put_off, 1] = violation, objective
+                put_off += 1
+            else:
+                stack[stacked] = child
+                stack_key[stacked, 0], stack_key[stacked, 1] = violation, objective
+                stacked += 1
+    return stacked, found, put_off, touched, visited
+
+
+@njit(cache=True, nogil=True)
+def bound_tuples(forest: Any, columns: Any, tuples: Any, key: Any) -> None:
+    """key float64[n, 2] = (violation bound, objective bound) of node tuples int32[n, 5]."""
+    for i in range(len(tuples)):
+        key[i, 0], key[i, 1] = _bound(forest, columns, tuples[i])
+
+
+@njit(cache=True, nogil=True)
+def scan_range(points: Any, ids: Any, begin: Any, end: Any, reaction: int, first: int, last: int, tile: int, columns: Any,
+               threshold: Any, lane: Any) -> tuple[int, int]:
+    """Brute force over tiles first..last of a reaction (a tile: one row of `tile` legs of slot 3).
+
+    Stops early when `lane` might overflow; returns the next tile and the number of products kept.
+    """
+    size = columns.bias.size
+    tiles = (end[3] - begin[3] + tile - 1) // tile
+    n1, n2 = end[1] - begin[1], end[2] - begin[2]
+    product = np.empty(5, dtype=np.int32)
+    product[0] = reaction
+    row = lane.prefix[2]
+    found = 0
+    index = first
+    while index < last and found + tile <= len(lane.product):
+        position = index // tiles
+        i2 = begin[2] + position % n2
+        i1 = begin[1] + (position // n2) % n1
+        i0 = begin[0] + position // (n2 * n1)
+        product[1], product[2], product[3] = ids[i0], ids[i1], ids[i2]
+        for c in range(size):
+            row[c] = ((columns.bias[c] + points[c, i0]) + points[c, i1]) + points[c, i2]
+        start = begin[3] + (index % tiles) * tile
+        found = _scan_row(points, ids, start, min(start + tile, end[3]), row, columns, threshold, product, lane, found)
+        index += 1
+    return index, found
+
+
+@njit(cache=True, nogil=True)
+def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int, prefix: Any) -> tuple[int, int, int]:
+    """Count the products within all column bounds below the stacked node tuples.
+
+    A tuple wholly inside counts in one step, one wholly outside not at all.  Returns the numbers of tuples left on the stack
+    (budget spent), of products inside and of products evaluated one by one.
+    """
+    size = columns.bias.size
+    points, low, high = forest.points, forest.low, forest.high
+    inside, touched, work = 0, 0, 0
+    current = np.empty(5, dtype=np.int32)
+    while stacked > 0 and work < budget and stacked + 2 <= len(stack) and inside < 2**61:
+        stacked -= 1
+        current[:] = stack[stacked]
+        n0, n1, n2, n3 = current[1], current[2], current[3], current[4]
+        work += 64
+        whole, empty = True, False
+        for c in range(size):
+            most = (((columns.bias[c] + high[n0, c]) + high[n1, c]) + high[n2, c]) + high[n3, c]
+            least = (((columns.bias[c] + low[n0, c]) + low[n1, c]) + low[n2, c]) + low[n3, c]
+            empty |= (most < columns.lower[c]) | (least > columns.upper[c])
+            whole &= (least >= columns.lower[c]) & (most <= columns.upper[c])
+        if empty:
+            continue
+        slot, widest = 0, 0
+        products, exact = 1, 1.0
+        for g in range(1, 5):
+            node = current[g]
+            count = forest.end[node] - forest.begin[node]
+            exact *= count
+            products *= count
+            if forest.child[node] >= 0 and count > widest:
+                slot, widest = g, count
+        if whole and exact < 2.0**60:  # larger tuples are split, so that the integer sum cannot overflow
+            inside += products
+            continue
+        if slot > 0:
+            child = forest.child[current[slot]]
+            for step in range(2):
+                current[slot] = child + step
+                stack[stacked] = current
+                stacked += 1
+            continue
+        begin, end = forest.begin[n3], forest.end[n3]
+        for i0 in range(forest.begin[n0], forest.end[n0]):
+            for c in range(size):
+                prefix[0, c] = columns.bias[c] + points[c, i0]
+            for i1 in range(forest.begin[n1], forest.end[n1]):
+                for c in range(size):
+                    prefix[1, c] = prefix[0, c] + points[c, i1]
+                for i2 in range(forest.begin[n2], forest.end[n2]):
+                    for c in range(size):
+                        prefix[2, c] = prefix[1, c] + points[c, i2]
+                    here = _count_row(points, begin, end, prefix[2], columns)
+                    inside += here
+        evaluated = int(exact)
+        touched += evaluated
+        work += evaluated
+    return stacked, inside, touched
+
+
+@njit(cache=True, nogil=True)
+def _count_row(points: Any, begin: int, end: int, row: Any, columns: Any) -> int:
+    """Products of one row within the bounds; the row is sorted by column 0, descending."""
+    base = row[0]
+    first, right = begin, end
+    while first < right:
+        middle = (first + right) // 2
+        if base + points[0, middle] > columns.upper[0]:
+            first = middle + 1
+        else:
+            right = middle
+    last, right = first, end
+    while last < right:
+        middle = (last + right) // 2
+        if base + points[0, middle] >= columns.lower[0]:
+            last = middle + 1
+        else:
+            right = middle
+    if columns.bias.size == 1:
+        return last - first
+    count = 0
+    if columns.bias.size == 2:
+        for j in range(first, last):
+            value = row[1] + points[1, j]
+            count += (value >= columns.lower[1]) & (value <= columns.upper[1])
+        return count
+    for j in range(first, last):
+        fine = True
+        for c in range(1, columns.bias.size):
+            value = row[c] + points[c, j]
+            fine &= (value >= columns.lower[c]) & (value <= columns.upper[c])
+        count += fine
+    return count
