@@ -5,14 +5,14 @@ joined there: the metals go, their neighbours are bonded with the order of the b
 joints between the same synthons. RDKit's `molzip` does this without running a reaction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from .errors import AssemblyError, FieldError
+from lyceum_apex.errors import AssemblyError, FieldError
 
 METALS = ("U", "Np", "Pu", "Am")
-_METAL_NUMBERS = {92: "U", 93: "Np", 94: "Pu", 95: "Am"}
+METAL_NUMBERS = {92: "U", 93: "Np", 94: "Pu", 95: "Am"}
 
 Molecule = Any  # rdkit.Chem.Mol, whose stubs cover little
 Attachments = tuple[tuple[str, str], ...]
@@ -34,7 +34,7 @@ def attachments(molecule: Molecule, field: str) -> Attachments:
     """The joints of a synthon. Raises FieldError when it has none, repeats a metal, or binds a metal to more than one atom."""
     found: list[tuple[str, str]] = []
     for atom in molecule.GetAtoms():
-        metal = _METAL_NUMBERS.get(atom.GetAtomicNum())
+        metal = METAL_NUMBERS.get(atom.GetAtomicNum())
         if metal is None:
             continue
         if atom.GetDegree() != 1:
@@ -77,25 +77,32 @@ def join(synthons: Sequence[Molecule]) -> Molecule:
             Chem.SanitizeMol(product)
         except (ValueError, RuntimeError) as error:
             raise AssemblyError(f"the synthons do not join to a valid molecule: {str(error).strip().splitlines()[0]}") from error
-    if any(atom.GetAtomicNum() in _METAL_NUMBERS for atom in product.GetAtoms()) or len(Chem.GetMolFrags(product)) > 1:
+    if any(atom.GetAtomicNum() in METAL_NUMBERS for atom in product.GetAtoms()) or len(Chem.GetMolFrags(product)) > 1:
         raise AssemblyError("the synthons do not join to one molecule: an attachment atom found no partner")
     return product
+
+
+def join_many(products: Iterable[Sequence[str]]) -> Iterator[Molecule]:
+    """Products of synthon SMILES, each distinct synthon parsed once; raises AssemblyError."""
+    from rdkit import Chem
+
+    molecules: dict[str, Molecule] = {}
+    for product in products:
+        for smiles in product:
+            if smiles not in molecules:
+                molecules[smiles] = Chem.MolFromSmiles(smiles)
+        yield join([molecules[smiles] for smiles in product])
 
 
 def join_smiles(products: Sequence[Sequence[str]]) -> list[str | None]:
     """Product SMILES for synthon SMILES, one chunk of work; None where the product does not assemble."""
     from rdkit import Chem
 
-    molecules: dict[str, Molecule] = {}
+    molecules = {smiles: Chem.MolFromSmiles(smiles) for product in products for smiles in product}
     result: list[str | None] = []
     for product in products:
-        parts = []
-        for smiles in product:
-            if smiles not in molecules:
-                molecules[smiles] = Chem.MolFromSmiles(smiles)
-            parts.append(molecules[smiles])
         try:
-            result.append(Chem.MolToSmiles(join(parts)))
+            result.append(Chem.MolToSmiles(join([molecules[smiles] for smiles in product])))
         except AssemblyError:
             result.append(None)
     return result

@@ -18,7 +18,7 @@ import numpy as np
 
 from lyceum_base import Streams
 
-from .errors import FieldError
+from lyceum_apex.errors import FieldError
 
 SynthonRow = tuple[str, int, str, str]
 """(reaction id, R-group from 1, synthon id, SMILES)"""

@@ -1,12 +1,12 @@
 """The contribution table: what a factorised surrogate knows about a combinatorial library.
 
-A *leg* is a triple (reaction r, R-group g, synthon s); every property i of a product x = (r, s_1..s_G) is
-f_i(x) = b_i + sum_g w_i[r, g, s_g] (Pedawi et al. 2025, arXiv 2510.24380, section 3).  The table holds `w` as one row a leg
-(legs contiguous in the order reaction, R-group, synthon), the biases `b` and the scales `sigma_i` that make violations of
-different properties comparable.
+A *leg* is a triple (reaction r, R-group g, synthon s); every property i of a product x = (r, s_1..s_G) is f_i(x) =
+b_i + sum_g w_i[r, g, s_g] (Pedawi et al. 2025, arXiv 2510.24380, section 3).  The table holds `w` as one row a leg
+(legs contiguous in the order reaction, R-group, synthon), the biases `b` and the scales `sigma_i` that make
+violations of different properties comparable.
 
-Sums are always formed in one order, ((b + w_1) + w_2) + ..., in float64: scores, both search engines and the counter then
-agree bit for bit, ties included.
+Sums are always formed in one order, ((b + w_1) + w_2) + ..., in float64: scores, both search engines and the counter
+then agree bit for bit, ties included.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def explain(table: ContributionTable, reaction: int, synthons: Sequence[int]) ->
     padded = [*synthons, *([-1] * (MAX_RGROUPS - len(synthons)))]
     r, s = _checked_products(table, [reaction], [padded])
     groups = len(table.sizes[reaction])
-    return table.values[table.offsets[r[0], :groups] + s[0, :groups]]
+    contributions: NDArray[np.float64] = table.values[table.offsets[r[0], :groups] + s[0, :groups]]
+    return contributions
 
 
 def _checked_products(

@@ -1,10 +1,10 @@
 """Blocks of similar legs: one binary tree over the legs of every R-group.
 
-A node splits its legs at the median of the column that is widest in units of that column's spread; a leaf holds a few legs,
-sorted by the objective.  Every node knows the range of every queried column, so a tuple of nodes, one an R-group, bounds all
-products below it by a handful of additions.  Reactions with fewer than four R-groups are padded with a single neutral leg
-(value 0, added exactly), which spares the kernels every special case; the last R-group always sits in slot 3, where the scan
-runs along it.
+A node splits its legs at the median of the column that is widest in units of that column's spread; a leaf holds a few
+legs, sorted by the objective.  Every node knows the range of every queried column, so a tuple of nodes, one an
+R-group, bounds all products below it by a handful of additions.  Reactions with fewer than four R-groups are padded
+with a single neutral leg (value 0, added exactly), which spares the kernels every special case; the last R-group
+always sits in slot 3, where the scan runs along it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Forest(NamedTuple):
 
     points: NDArray[np.float64]  # [C, M] legs in tree order, one row a column
     ids: NDArray[np.int32]  # [M]
-    begin: NDArray[np.int32]  # [nodes] first point
-    end: NDArray[np.int32]  # [nodes]
+    begin: NDArray[np.int64]  # [nodes] first point
+    end: NDArray[np.int64]  # [nodes]
     child: NDArray[np.int32]  # [nodes]
     low: NDArray[np.float64]  # [nodes, C]
     high: NDArray[np.float64]  # [nodes, C]
@@ -87,7 +87,9 @@ def product_counts(spans: Spans) -> list[int]:
     return [prod(int(n) for n in sizes) for sizes in spans.end - spans.begin]
 
 
-def grow_forest(table: ContributionTable, spans: Spans, pool: Executor, check: Callable[[], None]) -> tuple[Forest, Roots]:
+def grow_forest(
+    table: ContributionTable, spans: Spans, pool: Executor, check: Callable[[], None]
+) -> tuple[Forest, Roots]:
     """Build the trees of all R-groups, R-groups in parallel; `check` is polled between R-groups."""
     count, columns = spans.legs.shape
     spread = spans.legs.std(axis=0)
@@ -105,8 +107,8 @@ def grow_forest(table: ContributionTable, spans: Spans, pool: Executor, check: C
     forest = Forest(
         points=np.empty((columns, count)),
         ids=np.empty(count, dtype=np.int32),
-        begin=np.zeros(capacity, dtype=np.int32),
-        end=np.zeros(capacity, dtype=np.int32),
+        begin=np.zeros(capacity, dtype=np.int64),
+        end=np.zeros(capacity, dtype=np.int64),
         child=np.full(capacity, -1, dtype=np.int32),
         low=np.zeros((capacity, columns)),
         high=np.zeros((capacity, columns)),

@@ -1,10 +1,12 @@
 """The loops, compiled by numba without the interpreter lock.
 
-Bounds are exact without any tolerance: rounding is monotone, so adding the largest (smallest) leg of every slot *in the order
-in which a product's own legs are added* gives a number that no rounded product sum exceeds (undercuts).  The same holds
-for violations, whose terms are non-negative and added in column order.
+Bounds are exact without any tolerance: rounding is monotone, so adding the largest (smallest) leg of every slot *in
+the order in which a product's own legs are added* gives a number that no rounded product sum exceeds (undercuts).
+The same holds for violations, whose terms are non-negative and added in column order.
 
-A rank key is (violation, objective, reaction, synthons...): less violation first, then more objective, then smaller indices.
+Arrays and named tuples of arrays are `Any` to mypy: numba checks them when it compiles. Counters that a kernel passes
+on start as np.int64(0): a literal 0 would be a type of its own and compile the callee twice. A rank key is
+(violation, objective, reaction, synthons...): less violation first, then more objective, then smaller indices.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from numpy.typing import NDArray
 
 
 class Columns(NamedTuple):
-    """The queried columns; column 0 is the objective."""
+    """The queried columns; column 0 is the objective.
+
+    `bias` has one entry more than the others when the last column is the dual one (see `dual`): no constraint, but an
+    upper bound of the objective of feasible products.
+    """
 
     bias: NDArray[np.float64]
     lower: NDArray[np.float64]
@@ -47,7 +53,7 @@ class Lane(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def grow(legs: Any, ids: Any, begin: int, end: int, leaf_size: int, node: int, weight: Any, forest: Any) -> int:
+def grow(legs: Any, ids: Any, begin: int, end: int, leaf_size: int, node: int, weight: Any, forest: Any) -> Any:
     """Tree over legs begin..end, its nodes numbered from `node` on; returns the number of leaves."""
     columns = legs.shape[1]
     order = np.arange(begin, end)
@@ -57,7 +63,8 @@ def grow(legs: Any, ids: Any, begin: int, end: int, leaf_size: int, node: int, w
     while current < free:
         first, last = forest.begin[current] - begin, forest.end[current] - begin
         low, high = forest.low[current], forest.high[current]
-        low[:], high[:] = np.inf, -np.inf
+        for c in range(columns):
+            low[c], high[c] = np.inf, -np.inf
         smallest = ids[order[first]]
         for i in range(first, last):
             row = order[i]
@@ -78,7 +85,8 @@ def grow(legs: Any, ids: Any, begin: int, end: int, leaf_size: int, node: int, w
                     j -= 1
                 order[j] = row
         else:
-            widest, width = -1, 0.0
+            widest: Any = np.int64(-1)
+            width = 0.0
             for c in range(columns):
                 if (high[c] - low[c]) * weight[c] > width:
                     widest, width = c, (high[c] - low[c]) * weight[c]
@@ -120,22 +128,26 @@ def _select(order: Any, legs: Any, column: int, left: int, right: int, middle: i
             return
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _bound(forest: Any, columns: Any, tuple_: Any) -> tuple[float, float]:
+@njit(cache=True, nogil=True)
+def _bound(forest: Any, columns: Any, tuple_: Any) -> Any:
     """Lower bound of the violation and upper bound of the objective over a node tuple."""
     n0, n1, n2, n3 = tuple_[1], tuple_[2], tuple_[3], tuple_[4]
     high, low = forest.high, forest.low
     objective = (((columns.bias[0] + high[n0, 0]) + high[n1, 0]) + high[n2, 0]) + high[n3, 0]
     violation = 0.0
-    for c in range(1, columns.bias.size):
+    d = columns.lower.size
+    for c in range(1, d):
         most = (((columns.bias[c] + high[n0, c]) + high[n1, c]) + high[n2, c]) + high[n3, c]
         least = (((columns.bias[c] + low[n0, c]) + low[n1, c]) + low[n2, c]) + low[n3, c]
         violation += (max(columns.lower[c] - most, 0.0) + max(least - columns.upper[c], 0.0)) * columns.weight[c]
+    if violation == 0.0 and d < columns.bias.size:
+        dual = (((columns.bias[d] + high[n0, d]) + high[n1, d]) + high[n2, d]) + high[n3, d]
+        objective = min(objective, dual)
     return violation, objective
 
 
 @njit(cache=True, nogil=True)
-def _beaten(forest: Any, violation: float, objective: float, tuple_: Any, threshold: Any) -> bool:
+def _beaten(forest: Any, violation: float, objective: float, tuple_: Any, threshold: Any) -> Any:
     """Whether no product below a node tuple ranks before the threshold."""
     if violation != threshold.violation:
         return violation > threshold.violation
@@ -151,13 +163,24 @@ def _beaten(forest: Any, violation: float, objective: float, tuple_: Any, thresh
 
 
 @njit(cache=True, nogil=True)
-def _scan_row(points: Any, ids: Any, begin: int, end: int, row: Any, columns: Any, threshold: Any, product: Any,
-              lane: Any, found: int) -> int:
+def _scan_row(
+    points: Any,
+    ids: Any,
+    begin: int,
+    end: int,
+    row: Any,
+    columns: Any,
+    threshold: Any,
+    product: Any,
+    lane: Any,
+    found: Any,
+) -> Any:
     """Keep the products of one row (all slots but the last fixed, prefix sums `row`) that rank before the threshold."""
     count = end - begin
     violation = lane.violation
-    violation[:count] = 0.0
-    for c in range(1, columns.bias.size):
+    for j in range(count):
+        violation[j] = 0.0
+    for c in range(1, columns.lower.size):
         base, lower, upper, weight = row[c], columns.lower[c], columns.upper[c], columns.weight[c]
         column = points[c, begin:end]
         for j in range(count):
@@ -197,9 +220,9 @@ def _scan_row(points: Any, ids: Any, begin: int, end: int, row: Any, columns: An
 
 
 @njit(cache=True, nogil=True)
-def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: Any, found: int) -> tuple[int, int]:
+def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: Any, found: Any) -> Any:
     """Scan the products of a tuple of leaves; returns the number of products in `lane` and of those evaluated."""
-    points, ids, size = forest.points, forest.ids, columns.bias.size
+    points, ids, size, d = forest.points, forest.ids, columns.bias.size, columns.lower.size
     prefix = lane.prefix
     n3 = tuple_[4]
     begin, end = forest.begin[n3], forest.end[n3]
@@ -221,12 +244,14 @@ def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: An
                 for c in range(size):
                     total = prefix[1, c] + points[c, i2]
                     prefix[2, c] = total
-                    if c > 0:
+                    if 0 < c < d:
                         below = max(columns.lower[c] - (total + high[c]), 0.0)
                         violation += (below + max((total + low[c]) - columns.upper[c], 0.0)) * columns.weight[c]
                 if violation > threshold.violation:
                     continue
                 stop = end
+                if violation == threshold.violation == 0.0 and d < size and prefix[2, d] + high[d] < threshold.objective:
+                    continue
                 if violation == threshold.violation:  # at best a tie: the leaf is sorted, so a prefix of it suffices
                     left = begin
                     while left < stop:
@@ -243,23 +268,31 @@ def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: An
 
 
 @njit(cache=True, nogil=True)
-def explore(forest: Any, columns: Any, threshold: Any, horizon: Any, lane: Any, stacked: int, budget: int,
-            largest: int) -> tuple[int, int, int, int, int]:
+def explore(
+    forest: Any, columns: Any, threshold: Any, horizon: Any, lane: Any, stacked: int, budget: int, largest: int
+) -> Any:
     """Depth-first search below the stacked node tuples, as far as they rank within the horizon.
 
     Node tuples beaten by the threshold are dropped, those beyond the `horizon` (violation, objective) are put off.
-    Ends when the stack is empty, when `budget` evaluations are spent or when a buffer might overflow (a tuple of leaves holds
-    at most `largest` products).  Returns the numbers of tuples left on the stack, of products found, of tuples put off, of
-    products evaluated and of leaf tuples scanned.
+    Ends when the stack is empty, when `budget` evaluations are spent or when a buffer might overflow (a tuple of
+    leaves holds at most `largest` products).  Returns the numbers of tuples left on the stack, of products found, of
+    tuples put off, of products evaluated and of leaf tuples scanned.
     """
     stack, stack_key = lane.stack, lane.stack_key
-    found, put_off, touched, visited, work = 0, 0, 0, 0, 0
+    found: Any = np.int64(0)
+    put_off, touched, visited, work = 0, 0, 0, 0
     current = np.empty(5, dtype=np.int32)
     sibling = np.empty(5, dtype=np.int32)
-    while (stacked > 0 and work < budget and found + largest <= len(lane.product) and put_off + 2 <= len(lane.put_off)
-           and stacked + 2 <= len(stack)):
+    while (
+        stacked > 0
+        and work < budget
+        and found + largest <= len(lane.product)
+        and put_off + 2 <= len(lane.put_off)
+        and stacked + 2 <= len(stack)
+    ):
         stacked -= 1
-        current[:] = stack[stacked]
+        for g in range(5):
+            current[g] = stack[stacked, g]
         if _beaten(forest, stack_key[stacked, 0], stack_key[stacked, 1], current, threshold):
             continue
         slot, size = 0, 0
@@ -274,7 +307,8 @@ def explore(forest: Any, columns: Any, threshold: Any, horizon: Any, lane: Any, 
             work += here + 256
             continue
         work += 64
-        sibling[:] = current
+        for g in range(5):
+            sibling[g] = current[g]
         current[slot] = forest.child[current[slot]]
         sibling[slot] = current[slot] + 1
         v, o = _bound(forest, columns, current)
@@ -288,11 +322,13 @@ def explore(forest: Any, columns: Any, threshold: Any, horizon: Any, lane: Any, 
             if _beaten(forest, violation, objective, child, threshold):
                 continue
             if violation > horizon[0] or (violation == horizon[0] and objective < horizon[1]):
-                lane.put_off[put_off] = child
+                for g in range(5):
+                    lane.put_off[put_off, g] = child[g]
                 lane.put_off_key[put_off, 0], lane.put_off_key[put_off, 1] = violation, objective
                 put_off += 1
             else:
-                stack[stacked] = child
+                for g in range(5):
+                    stack[stacked, g] = child[g]
                 stack_key[stacked, 0], stack_key[stacked, 1] = violation, objective
                 stacked += 1
     return stacked, found, put_off, touched, visited
@@ -306,11 +342,22 @@ def bound_tuples(forest: Any, columns: Any, tuples: Any, key: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def scan_range(points: Any, ids: Any, begin: Any, end: Any, reaction: int, first: int, last: int, tile: int, columns: Any,
-               threshold: Any, lane: Any) -> tuple[int, int]:
+def scan_range(
+    points: Any,
+    ids: Any,
+    begin: Any,
+    end: Any,
+    reaction: int,
+    first: int,
+    last: int,
+    tile: int,
+    columns: Any,
+    threshold: Any,
+    lane: Any,
+) -> Any:
     """Brute force over tiles first..last of a reaction (a tile: one row of `tile` legs of slot 3).
 
-    Stops early when `lane` might overflow; returns the next tile and the number of products kept.
+    Stops early when `lane` might overflow; returns the next tile and the numbers of products kept and evaluated.
     """
     size = columns.bias.size
     tiles = (end[3] - begin[3] + tile - 1) // tile
@@ -318,7 +365,8 @@ def scan_range(points: Any, ids: Any, begin: Any, end: Any, reaction: int, first
     product = np.empty(5, dtype=np.int32)
     product[0] = reaction
     row = lane.prefix[2]
-    found = 0
+    found: Any = np.int64(0)
+    touched = 0
     index = first
     while index < last and found + tile <= len(lane.product):
         position = index // tiles
@@ -329,17 +377,26 @@ def scan_range(points: Any, ids: Any, begin: Any, end: Any, reaction: int, first
         for c in range(size):
             row[c] = ((columns.bias[c] + points[c, i0]) + points[c, i1]) + points[c, i2]
         start = begin[3] + (index % tiles) * tile
-        found = _scan_row(points, ids, start, min(start + tile, end[3]), row, columns, threshold, product, lane, found)
+        stop = min(start + tile, end[3])
+        touched += stop - start
         index += 1
-    return index, found
+        if threshold.violation == 0.0:  # only feasible products that reach the objective matter: mostly none in a tile
+            base, column = row[0], points[0, start:stop]
+            candidates = 0
+            for j in range(stop - start):
+                candidates += base + column[j] >= threshold.objective
+            if candidates == 0:
+                continue
+        found = _scan_row(points, ids, start, stop, row, columns, threshold, product, lane, found)
+    return index, found, touched
 
 
 @njit(cache=True, nogil=True)
-def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int, prefix: Any) -> tuple[int, int, int]:
+def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int, prefix: Any) -> Any:
     """Count the products within all column bounds below the stacked node tuples.
 
-    A tuple wholly inside counts in one step, one wholly outside not at all.  Returns the numbers of tuples left on the stack
-    (budget spent), of products inside and of products evaluated one by one.
+    A tuple wholly inside counts in one step, one wholly outside not at all.  Returns the numbers of tuples left on
+    the stack (budget spent), of products inside and of products evaluated one by one.
     """
     size = columns.bias.size
     points, low, high = forest.points, forest.low, forest.high
@@ -347,7 +404,8 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
     current = np.empty(5, dtype=np.int32)
     while stacked > 0 and work < budget and stacked + 2 <= len(stack) and inside < 2**61:
         stacked -= 1
-        current[:] = stack[stacked]
+        for g in range(5):
+            current[g] = stack[stacked, g]
         n0, n1, n2, n3 = current[1], current[2], current[3], current[4]
         work += 64
         whole, empty = True, False
@@ -374,7 +432,8 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
             child = forest.child[current[slot]]
             for step in range(2):
                 current[slot] = child + step
-                stack[stacked] = current
+                for g in range(5):
+                    stack[stacked, g] = current[g]
                 stacked += 1
             continue
         begin, end = forest.begin[n3], forest.end[n3]
@@ -396,7 +455,7 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
 
 
 @njit(cache=True, nogil=True)
-def _count_row(points: Any, begin: int, end: int, row: Any, columns: Any) -> int:
+def _count_row(points: Any, begin: int, end: int, row: Any, columns: Any) -> Any:
     """Products of one row within the bounds; the row is sorted by column 0, descending."""
     base = row[0]
     first, right = begin, end

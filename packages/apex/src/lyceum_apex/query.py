@@ -4,9 +4,9 @@ Products are ranked lexicographically: first by slack, s(x) = -sum_i [relu(l_i -
 (0 when every constraint holds), then by the objective, then by (reaction, synthon indices) ascending.  If fewer than k
 products are feasible the least-violating ones therefore fill the list.
 
-`Problem` is the query as columns: column 0 is the objective, signed so that larger is better, the others are the constrained
-properties.  Negation and the order of additions commute exactly in floating point, so minimising equals maximising the negated
-column to the last bit; a weighted objective is one column, weighted leg by leg.
+`Problem` is the query as columns: column 0 is the objective, signed so that larger is better, the others are the
+constrained properties.  Negation and the order of additions commute exactly in floating point, so minimising equals
+maximising the negated column to the last bit; a weighted objective is one column, weighted leg by leg.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lyceum_apex.contributions import MAX_RGROUPS, ContributionTable, score
+from lyceum_apex.contributions import ContributionTable, score
+from lyceum_apex.errors import FieldError
 
 Bounds = tuple[float | None, float | None]
 Engine = Literal["pruned", "brute"]
 
 
-class QueryError(ValueError):
+class QueryError(FieldError):
     """A query that cannot be answered; `field` is the path of the culprit, e.g. `constraints[logp].lower`."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +169,9 @@ class SearchProgress:
 class Hits:
     """Ranked products, best first.
 
-    reaction int32[n], synthons int32[n, 4] (-1 pads), objective and slack float64[n], properties float64[n, len(names)] of
-    every queried property.  `complete` is False when the time limit ended the search: the list is then the best seen so far.
+    reaction int32[n], synthons int32[n, 4] (-1 pads), objective and slack float64[n], properties float64[n,
+    len(names)] of every queried property.  `complete` is False when the time limit ended the search: the list is then
+    the best seen so far.
     """
 
     reaction: NDArray[np.int32]
@@ -204,16 +202,5 @@ def queried_properties(
     """Names, in the table's order, and values [n, names] of the properties that the query mentions."""
     names = tuple(name for name in table.names if name in query.weights or name in query.constraints)
     columns = [table.names.index(name) for name in names]
-    narrow = ContributionTable(
-        table.sizes, table.values[:, columns], table.bias[columns], table.scale[columns], names
-    )
+    narrow = ContributionTable(table.sizes, table.values[:, columns], table.bias[columns], table.scale[columns], names)
     return names, score(narrow, reaction, synthons)
-
-
-def pad_missing_rgroups(
-    table: ContributionTable, reaction: NDArray[np.int32], synthons: NDArray[np.int32]
-) -> NDArray[np.int32]:
-    """Synthons with -1 wherever a product's reaction has no such R-group."""
-    missing = table.offsets[reaction] < 0
-    assert synthons.shape[1] == MAX_RGROUPS
-    return np.where(missing, np.int32(-1), synthons)

@@ -1,4 +1,4 @@
-"""What every core may rely on: checkpoints, keyed random streams, fingerprints and intervals. No gRPC, fast to import."""
+"""What every core may rely on: checkpoints, keyed random streams, fingerprints, intervals. No gRPC, fast to import."""
 
 from lyceum_base.checkpoint import (
     Checkpoint,

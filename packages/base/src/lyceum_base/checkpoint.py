@@ -1,9 +1,9 @@
 """Long work as a generator of checkpoints, and the bytes of a checkpoint's state.
 
-A core's long function is `iter_<verb>(..., *, resume=None, should_stop=None) -> Iterator[Checkpoint]`: it yields *states*
-from which the same function can go on, and cheap *progress ticks* (`state=None`) in between; the last state is the
-result. `run_to_end` turns such a generator into the plain `<verb>(...)`. A consumer that keeps a state encodes it before
-it asks for the next checkpoint, so a core may go on updating its arrays in place.
+A core's long function is `iter_<verb>(..., *, resume=None, should_stop=None) -> Iterator[Checkpoint]`: it yields
+*states* from which the same function can go on, and cheap *progress ticks* (`state=None`) in between; the last state is
+the result. `run_to_end` turns such a generator into the plain `<verb>(...)`. A consumer that keeps a state encodes it
+before it asks for the next checkpoint, so a core may go on updating its arrays in place.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def run_to_end(checkpoints: Iterable[Checkpoint]) -> State:
 def encode_state(state: State) -> bytes:
     """`state` as one safetensors file: tensors as tensors, everything else as JSON in the metadata. No pickle.
 
-    Equal states give equal bytes, whatever the order of their keys. What comes back from `decode_state` equals what went
-    in, except that tuples become lists, NumPy scalars become Python numbers, and tensors lie on the CPU without a graph.
+    Equal states give equal bytes, whatever the order of their keys. What comes back from `decode_state` equals what
+    went in, except that tuples become lists, NumPy scalars Python numbers, and tensors lie on the CPU without a graph.
 
     Raises:
         TypeError: a value that has no such form, named by its path.

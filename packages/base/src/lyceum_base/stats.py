@@ -25,9 +25,8 @@ _CHUNK_ELEMENTS = 2**22  # resampled numbers held at once: 32 MiB a sample
 class Interval:
     """A two-sided interval.
 
-    `level` is its nominal coverage, in (0, 1); `sample_count` the number of independent units behind it; `method` one of
-    `exact_binomial`, `bootstrap`, `paired_bootstrap` here (other packages add `confidence_sequence`, `normal`,
-    `conformal`, `posterior`).
+    `level` is its nominal coverage, in (0, 1); `sample_count` the number of independent units behind it; `method` names
+    a value of `lyceum.common.v1.IntervalMethod` in lower case: `exact_binomial`, `bootstrap`, `paired_bootstrap` here.
 
     Raises:
         ValueError: not low <= estimate <= high, or a level outside (0, 1).
@@ -51,8 +50,9 @@ def clopper_pearson(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(low, high) of the exact interval for a probability, elementwise over broadcast counts.
 
-    With k successes in n trials and a = 1 - level: low = Beta(k, n-k+1) quantile a/2, or 0 at k = 0; high = Beta(k+1, n-k)
-    quantile 1 - a/2, or 1 at k = n (Clopper and Pearson, Biometrika 26, 1934). Coverage is at least `level` for every p.
+    With k successes in n trials and a = 1 - level: low is the a/2 quantile of Beta(k, n-k+1), or 0 at k = 0; high is
+    the 1 - a/2 quantile of Beta(k+1, n-k), or 1 at k = n (Clopper and Pearson, Biometrika 26, 1934). The coverage is at
+    least `level` for every probability.
 
     Raises:
         ValueError: counts that are not integers with 0 <= successes <= trials.

@@ -1,10 +1,10 @@
 """Randomness by name: a number depends on (seed, purpose, indices) and on nothing else.
 
-`Streams(seed).normal("noise", step, row, shape=(d,))` gives the same numbers whenever and wherever it is called, so work
-can be reordered, split over processes or resumed without carrying a generator's position. Each (purpose, indices) keys
-its own Philox-4x64-10 counter generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011); the key
-is BLAKE2b of seed, purpose and indices. Only raw 64-bit words are taken from NumPy: the mapping to numbers is written
-here, because the methods of `numpy.random.Generator` may change between NumPy versions.
+`Streams(seed).normal("noise", step, row, shape=(d,))` gives the same numbers whenever and wherever it is called, so
+work can be reordered, split over processes or resumed without carrying a generator's position. Each (purpose, indices)
+keys its own Philox-4x64-10 counter generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011);
+the key is BLAKE2b of seed, purpose and indices. Only raw 64-bit words are taken from NumPy: the mapping to numbers is
+written here, because the methods of `numpy.random.Generator` may change between NumPy versions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A failed call as one line and, where fields were wrong, a small table: the reading side of `lyceum_runtime.errors`."""
+"""A failed call as one line and, where fields were wrong, a small table.
+
+The reading side of `lyceum_runtime.errors`: a `google.rpc.Status` with its details, from a call or from an operation.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +53,8 @@ class CallFailed(CliError):
             for violation in detail.field_violations
         ]
         if violations:
-            count = f"{len(violations)} field" + ("s" if len(violations) > 1 else "")
-            note(f"error: {one_line(f'{code_name(self.status.code)}: {count} of the request refused', self.hint)}", style="red")
+            fields = "a field" if len(violations) == 1 else f"{len(violations)} fields"
+            note(f"error: {one_line(f'INVALID_ARGUMENT: {fields} of the request refused', self.hint)}", style="red")
             table(("field", "what is wrong"), violations, console=stderr())
             return
         super().show()

@@ -1,7 +1,7 @@
 """Where words go: results to standard output, everything else to standard error.
 
-An error is one line that says what was wrong and what to do next; with `--json` it is one JSON object on standard error. Exit status 1
-means that a call or a check failed, 2 that the command line or its input was wrong.
+An error is one line that says what was wrong and what to do next; with `--json` it is one JSON object on standard
+error. Exit status 1 means that a call or a check failed, 2 that the command line or its input was wrong.
 """
 
 import json
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+_PIPE_WIDTH = 10_000
 
 
 class CliError(Exception):
@@ -51,7 +52,8 @@ def _remember(ctx: typer.Context, value: bool) -> bool:
 
 
 Json = Annotated[
-    bool, typer.Option("--json", callback=_remember, is_eager=True, help="Print results as JSON, errors too (on stderr).")
+    bool,
+    typer.Option("--json", callback=_remember, is_eager=True, help="Print results as JSON, errors too (on stderr)."),
 ]
 
 
@@ -96,21 +98,43 @@ def emit(value: Any, *, pretty: bool = False) -> None:
     sys.stdout.flush()
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", console: "Console | None" = None) -> None:
+def emit_error(error: CliError, *, as_json: bool) -> None:
+    """Reports an error on standard error."""
+    if as_json:
+        sys.stderr.write(json.dumps({"error": error.as_json()}, ensure_ascii=False) + "\n")
+    else:
+        error.show()
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", console: "Console | None" = None
+) -> None:
     """A plain table; cells are strings or rich texts. In a pipe no cell is cut."""
     from rich.table import Table
     from rich.text import Text
 
     console = console or stdout()
-    grid = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    grid = Table(
+        title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
+    )
     for column in columns:
         grid.add_column(column, overflow="fold")
     for row in rows:
         grid.add_row(*[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row])
+    render(grid, console)
+
+
+def render(renderable: Any, console: "Console") -> None:
+    """Prints a renderable; in a pipe at its full width and without trailing blanks."""
     if console.is_terminal:
-        console.print(grid)
-    else:
-        console.print(grid, width=10_000, soft_wrap=True, crop=False)
+        console.print(renderable)
+        return
+    from rich.console import Console
+
+    wide = Console(width=_PIPE_WIDTH, color_system=None)
+    with wide.capture() as captured:
+        wide.print(renderable, crop=False)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def tick(good: bool) -> Any:

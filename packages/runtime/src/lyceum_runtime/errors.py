@@ -1,7 +1,7 @@
 """Errors that travel: each is one `google.rpc.Status` with the details a client can act on.
 
-A service raises these; the server turns them into the call's status, an operation stores them as its error. An exception of any
-other type becomes INTERNAL with a reference to the log, and its text never reaches the wire.
+A service raises these; the server turns them into the call's status, an operation stores them as its error. An
+exception of any other type becomes INTERNAL with a reference to the log, and its text never reaches the wire.
 """
 
 from collections.abc import Iterable
@@ -119,6 +119,12 @@ class Unimplemented(ServiceError):
     code = code_pb2.UNIMPLEMENTED
 
 
+class Internal(ServiceError):
+    """A fault of the server, known by its reference only: INTERNAL."""
+
+    code = code_pb2.INTERNAL
+
+
 class Cancelled(ServiceError):
     """The caller cancelled the work: CANCELLED."""
 
@@ -129,3 +135,54 @@ class DeadlineExceeded(ServiceError):
     """The deadline passed before the work was done: DEADLINE_EXCEEDED."""
 
     code = code_pb2.DEADLINE_EXCEEDED
+
+
+class ConfigurationError(Exception):
+    """A setting or the surroundings stop the start; the message is one line that says what to change. Never on the
+    wire.
+    """
+
+
+def from_code(code: int, message: str, *, details: Iterable[Message] = ()) -> ServiceError:
+    """The ServiceError of a `google.rpc.Code` with the given details, for a status that came over the wire."""
+    error = ServiceError.__new__(_CLASSES.get(code, ServiceError))
+    ServiceError.__init__(error, message, details=details)
+    error.code = code
+    return error
+
+
+def from_status(status: status_pb2.Status) -> ServiceError:
+    """The ServiceError that a `google.rpc.Status` describes; details of unknown types are left out."""
+    details: list[Message] = []
+    for box in status.details:
+        kind = _DETAILS.get(box.TypeName())
+        if kind is not None:
+            detail = kind()
+            box.Unpack(detail)
+            details.append(detail)
+    error = from_code(status.code, status.message, details=details)
+    if isinstance(error, InvalidArgument):
+        error.violations = tuple(
+            (violation.field, violation.description)
+            for detail in details
+            if isinstance(detail, error_details_pb2.BadRequest)
+            for violation in detail.field_violations
+        )
+    return error
+
+
+_CLASSES: dict[int, type[ServiceError]] = {kind.code: kind for kind in ServiceError.__subclasses__()}
+_DETAILS: dict[str, type[Message]] = {
+    kind.DESCRIPTOR.full_name: kind
+    for kind in (
+        error_details_pb2.BadRequest,
+        error_details_pb2.ErrorInfo,
+        error_details_pb2.Help,
+        error_details_pb2.LocalizedMessage,
+        error_details_pb2.PreconditionFailure,
+        error_details_pb2.QuotaFailure,
+        error_details_pb2.RequestInfo,
+        error_details_pb2.ResourceInfo,
+        error_details_pb2.RetryInfo,
+    )
+}

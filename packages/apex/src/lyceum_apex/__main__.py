@@ -1,0 +1,3 @@
+from lyceum_runtime.server import main
+
+main(["apex"])

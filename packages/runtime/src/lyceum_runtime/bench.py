@@ -1,0 +1,270 @@
+"""`lyceum bench runtime`: what the chassis costs beside a bare grpc.aio server, and whether it stays small, quick and
+responsive.
+
+Both servers run the same function behind the same RPC, `lyceum.testing.v1.EchoService/Echo` with 1,000 doubles each
+way, each in a process of its own, and take turns within each round, so that other work on the machine falls on both.
+What the chassis adds is admission, tracing, validation of the 1,000 numbers, and for a synchronous function a worker
+thread."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lyceum.testing.v1 import testing_pb2, testing_pb2_grpc
+from lyceum_runtime.bench_report import Row, report, save, show
+from lyceum_runtime.services import load_services
+from lyceum_runtime.testing_service import ENTRY, service
+
+SEED = 0
+FLOATS = 1000
+CLIENTS = 64
+PACKAGES = ("grpcio", "protobuf", "protovalidate", "opentelemetry-sdk", "dbos")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    rounds: int = 7
+    latency_calls: int = 300
+    throughput_seconds: float = 2.0
+    starts: int = 5
+    health_checks: int = 500
+
+
+QUICK = Sizes(rounds=2, latency_calls=30, throughput_seconds=0.3, starts=1, health_checks=50)
+
+
+def run(case: str | None, quick: bool, out_dir: Path) -> dict[str, Any]:
+    """Measure `case` (None: all of :data:`CASES`), print the table, write `out_dir`/results.json and return its
+    content.
+
+    Raises:
+        ValueError: no such case.
+    """
+    if case is not None and case not in CASES:
+        raise ValueError(f"no case {case!r}; there are {', '.join(CASES)}")
+    sizes = QUICK if quick else Sizes()
+    rows = [row for name, measure in CASES.items() if case in (None, name) for row in measure(sizes)]
+    amounts = {"floats": FLOATS, "clients": CLIENTS, **vars(sizes)}
+    results = report("runtime", rows, seed=SEED, quick=quick, sizes=amounts, packages=PACKAGES)
+    show(results)
+    save(results, out_dir)
+    return results
+
+
+def echo(sizes: Sizes) -> list[Row]:
+    """Latency and throughput of the chassis over those of a bare server, for a synchronous and an asynchronous
+    function.
+    """
+    random = Random(SEED)
+    request = testing_pb2.EchoRequest(values=[random.random() for _ in range(FLOATS)]).SerializeToString()
+    with _echo_server("bare") as bare, _echo_server("sync") as sync, _echo_server("async") as concurrent:
+        targets = {"bare": bare, "sync": sync, "async": concurrent}
+        rounds = asyncio.run(_rounds(targets, request, sizes))
+    rows = []
+    for kind in ("sync", "async"):
+        for clients in (1, CLIENTS):
+            latency = [r[kind, clients][0] / r["bare", clients][0] for r in rounds]
+            rate = [r[kind, clients][1] / r["bare", clients][1] for r in rounds]
+            ours, theirs = (
+                [statistics.median(r[k, clients][i] for r in rounds) for i in (0, 1)] for k in (kind, "bare")
+            )
+            who = f"{clients} client{'s' if clients > 1 else ''}"
+            latency_context = f"{1000 * ours[0]:.2f} ms, bare {1000 * theirs[0]:.2f} ms"
+            rate_context = f"{ours[1]:.0f}/s, bare {theirs[1]:.0f}/s"
+            name = f"echo {kind}"
+            rows += [
+                Row(
+                    name, f"median latency, {who}", statistics.median(latency), target="<= 1.6", context=latency_context
+                ),
+                Row(name, f"throughput, {who}", statistics.median(rate), target=">= 0.6", context=rate_context),
+            ]
+    return rows
+
+
+Measured = Mapping[tuple[str, int], tuple[float, float]]
+"""(server, clients) -> (median latency in seconds, calls per second)."""
+
+
+async def _rounds(targets: Mapping[str, str], request: bytes, sizes: Sizes) -> list[Measured]:
+    async with contextlib.AsyncExitStack() as stack:
+        calls: dict[str, Callable[[bytes], Any]] = {}
+        for kind, target in targets.items():
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(target))
+            calls[kind] = channel.unary_unary(f"/{ENTRY.service}/Echo")  # bytes: the client's own cost stays out
+        for call in calls.values():  # connections, lazy imports, compiled rules
+            await asyncio.gather(*(call(request) for _ in range(CLIENTS)))
+            for _ in range(20):
+                await call(request)
+        rounds: list[Measured] = []
+        for _ in range(sizes.rounds):
+            measured: dict[tuple[str, int], tuple[float, float]] = {}
+            for clients in (1, CLIENTS):
+                for kind, call in calls.items():
+                    measured[kind, clients] = await _load(call, request, clients, sizes)
+            rounds.append(measured)
+        return rounds
+
+
+async def _load(call: Callable[[bytes], Any], request: bytes, clients: int, sizes: Sizes) -> tuple[float, float]:
+    """(median latency, calls per second) of `clients` callers who each send the next request after their answer."""
+    latencies: list[float] = []
+    started = time.perf_counter()
+
+    def over() -> bool:
+        if clients == 1:
+            return len(latencies) >= sizes.latency_calls
+        return time.perf_counter() - started >= sizes.throughput_seconds
+
+    async def caller() -> None:
+        while not over():
+            sent = time.perf_counter()
+            await call(request)
+            latencies.append(time.perf_counter() - sent)
+
+    await asyncio.gather(*(caller() for _ in range(clients)))
+    return statistics.median(latencies), len(latencies) / (time.perf_counter() - started)
+
+
+def start(sizes: Sizes) -> list[Row]:
+    """Time from starting a service's process to its first healthy answer, and the memory it has while idle."""
+    installed = [entry for entry in load_services().values() if find_spec(entry.package)]
+    rows = []
+    for entry in (ENTRY, *installed):
+        seconds, mebibytes = [], []
+        for _ in range(sizes.starts):
+            started = time.perf_counter()
+            with _process("-m", entry.package) as (process, target), grpc.insecure_channel(target) as channel:
+                while not _healthy(channel, entry.service):
+                    if process.poll() is not None:
+                        raise RuntimeError(f"{entry.name} ended with exit code {process.returncode} at its start")
+                    time.sleep(0.01)
+                seconds.append(time.perf_counter() - started)
+                time.sleep(1.0)  # background work of the start is over
+                mebibytes.append(_resident_mebibytes(process.pid))
+        context = f"{sizes.starts} starts, worst {max(seconds):.2f} s"
+        rows += [
+            Row(f"start {entry.name}", "process start to healthy", statistics.median(seconds), "s", "<= 3", context),
+            Row(f"start {entry.name}", "resident memory, idle", max(mebibytes), "MiB", "<= 120"),
+        ]
+    return rows
+
+
+def health(sizes: Sizes) -> list[Row]:
+    """How soon health answers while two methods compute in pure Python on the server's threads."""
+    with _echo_server("sync") as target, grpc.insecure_channel(target) as channel:
+        stub: Any = testing_pb2_grpc.EchoServiceStub(channel)
+        busy = [stub.Spin(testing_pb2.SpinRequest(count=10**6, period_seconds=0.5)) for _ in range(2)]
+        for stream in busy:
+            next(stream)
+        latencies = []
+        for _ in range(sizes.health_checks):
+            sent = time.perf_counter()
+            if not _healthy(channel, ENTRY.service):
+                raise RuntimeError("the server was not healthy under load")
+            latencies.append(1000 * (time.perf_counter() - sent))
+            time.sleep(0.005)
+        for stream in busy:
+            stream.cancel()
+    p99 = statistics.quantiles(latencies, n=100)[98]
+    context = f"median {statistics.median(latencies):.1f} ms, worst {max(latencies):.1f} ms"
+    return [Row("health", "p99 beside 2 Python-bound threads", p99, "ms", "<= 100", context)]
+
+
+CASES: Mapping[str, Callable[[Sizes], list[Row]]] = {"echo": echo, "start": start, "health": health}
+
+
+def _healthy(channel: grpc.Channel, name: str) -> bool:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    try:
+        response = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10, wait_for_ready=True)
+    except grpc.RpcError:
+        return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _resident_mebibytes(pid: int) -> float:
+    kibibytes = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], check=True, capture_output=True, text=True).stdout
+    return int(kibibytes) / 1024
+
+
+@contextlib.contextmanager
+def _process(*arguments: str) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """A Python process that will serve on the given free port, with state of its own, stopped at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="lyceum-bench-", ignore_cleanup_errors=True) as state_dir:
+        environment = os.environ | {
+            "LYCEUM_STATE_DIR": state_dir,
+            "LYCEUM_PORT": str(port),
+            "LYCEUM_MAX_PENDING": str(2 * CLIENTS),
+            "LYCEUM_LOG_LEVEL": "WARNING",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        process = subprocess.Popen([sys.executable, *arguments], env=environment)
+        try:
+            yield process, f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def _echo_server(kind: str) -> Iterator[str]:
+    with _process("-m", "lyceum_runtime.bench", kind) as (_, target), grpc.insecure_channel(target) as channel:
+        grpc.channel_ready_future(channel).result(60)
+        yield target
+
+
+def _echo(request: testing_pb2.EchoRequest) -> testing_pb2.EchoResponse:
+    return testing_pb2.EchoResponse(text=request.text, values=request.values)
+
+
+async def _echo_on_loop(request: testing_pb2.EchoRequest, _: Any) -> testing_pb2.EchoResponse:
+    return _echo(request)
+
+
+async def _serve(kind: str) -> None:
+    from lyceum_runtime.server import Server
+    from lyceum_runtime.settings import load_settings
+
+    settings = load_settings()
+    if kind == "bare":
+        handler = grpc.unary_unary_rpc_method_handler(
+            _echo_on_loop, testing_pb2.EchoRequest.FromString, testing_pb2.EchoResponse.SerializeToString
+        )
+        bare = grpc.aio.server()
+        bare.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(ENTRY.service, {"Echo": handler})])
+        bare.add_insecure_port(f"127.0.0.1:{settings.port}")
+        await bare.start()
+        await bare.wait_for_termination()
+    definition = service.definition()
+    function = _echo_on_loop if kind == "async" else lambda request, call: _echo(request)
+    definition = replace(definition, methods={**definition.methods, "Echo": function})
+    await Server(settings, [ENTRY], definitions={ENTRY.name: definition}).serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(sys.argv[1]))

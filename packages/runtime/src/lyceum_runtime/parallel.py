@@ -1,0 +1,66 @@
+"""Many processes for a core that uses plain `joblib.Parallel`, in the caller's trace.
+
+A core writes `Parallel(n_jobs=...)(delayed(f)(x) for x in xs)` and knows nothing of services. Inside
+:func:`parallel_backend` its tasks run in loky's worker processes (spawned, never forked, and kept for the next call);
+each batch of tasks that joblib sends to a worker is one span there, and spans that the tasks open are its children.
+They are written before the batch's result is returned, since a worker may be reaped at any time after."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lyceum_runtime import telemetry
+
+if TYPE_CHECKING:
+    from lyceum_runtime.settings import Settings
+
+
+@contextmanager
+def parallel_backend(settings: "Settings") -> Iterator[None]:
+    """Let `joblib.Parallel` in this thread use worker processes that report into the current trace.
+
+    Each worker computes with `settings.torch_threads` threads.
+    """
+    import joblib
+
+    backend = _traced_loky_backend(settings.state_dir)
+    with joblib.parallel_config(backend=backend, inner_max_num_threads=settings.torch_threads):
+        yield
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One batch of joblib's tasks with what the worker needs to report on it."""
+
+    run: Callable[[], Any]
+    state_dir: Path
+    service: str
+    carrier: Mapping[str, str]
+    tasks: int
+
+    def __call__(self) -> Any:
+        telemetry.setup_process(self.state_dir, self.service)  # after a worker's first batch this returns at once
+        try:
+            with telemetry.attached(self.carrier), telemetry.span("parallel batch", tasks=self.tasks):
+                return self.run()
+        finally:
+            telemetry.flush()
+
+
+def _traced_loky_backend(state_dir: Path) -> Any:
+    from joblib._parallel_backends import LokyBackend  # joblib exports the class under no public name
+
+    class TracedLokyBackend(LokyBackend):
+        carrier: Mapping[str, str]
+
+        def start_call(self) -> None:
+            # In the thread that calls Parallel; later batches are submitted from joblib's own threads.
+            self.carrier = telemetry.carrier()
+
+        def submit(self, func: Any, callback: Any = None) -> Any:
+            batch = _Batch(func, state_dir, telemetry.service_name(), self.carrier, len(func))
+            return super().submit(batch, callback)
+
+    return TracedLokyBackend()

@@ -1,0 +1,4 @@
+from lyceum_runtime.server import main
+from lyceum_runtime.testing_service import ENTRY
+
+main([ENTRY])

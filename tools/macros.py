@@ -1,0 +1,87 @@
+# What every BUILD file may call. One call declares a whole package: its sources, tests, wheel and the rules on what it
+# may import. A forbidden import fails every build that reads the package's dependencies.
+
+VERSION = "0.1.0"
+
+THIRD_PARTY = "//tools/reqs#*"
+
+# What belongs to the wire, and so to a service and the runtime but to no library.
+WIRE = (
+    "!//tools/reqs#dbos",
+    "!//tools/reqs#googleapis-common-protos",
+    "!//tools/reqs#grpcio",
+    "!//tools/reqs#grpcio-*",
+    "!//tools/reqs#opentelemetry-*",
+    "!//tools/reqs#protobuf",
+    "!//tools/reqs#protovalidate",
+)
+
+
+def shared_library(name, description, uses=()):
+    """A library that methods build on; `uses` names the other shared libraries it builds on."""
+    allowed = ["//packages/" + other + "/**" for other in (name, *uses)]
+    __dependencies_rules__(
+        ({"path": "//packages/" + name + "/src/**"}, *WIRE, *allowed, THIRD_PARTY, "!*"),
+        ("*", *allowed, THIRD_PARTY, "!*"),
+    )
+    python_package(name, description)
+
+
+def runtime_package(name, description, uses):
+    """A package that speaks gRPC and knows no method: the chassis, the command line, the console."""
+    allowed = ["//packages/" + other + "/**" for other in (name, *uses)]
+    __dependencies_rules__(
+        ({"path": "//packages/" + name + "/src/**"}, "!//packages/*/tests/**", "//protos/**", *allowed, THIRD_PARTY, "!*"),
+        ("*", "//protos/**", *allowed, "//infra/**", THIRD_PARTY, "!*"),
+    )
+    python_package(name, description)
+
+
+def method_package(name, description, uses=("base", "zoo")):
+    """A method: its core knows no gRPC, its service.py translates, and neither knows another method."""
+    source = "//packages/" + name + "/src/lyceum_" + name
+    own = "//packages/" + name + "/**"
+    libraries = ["//packages/" + library + "/**" for library in uses]
+    face = [source + "/service.py", source + "/__main__.py"]
+    __dependencies_rules__(
+        ([{"path": path} for path in face], own, "//protos/**", "//packages/runtime/src/**", *libraries, THIRD_PARTY, "!*"),
+        ({"path": source + "/**"}, *["!" + path for path in face], *WIRE, own, *libraries, THIRD_PARTY, "!*"),
+        ("*", own, "//protos/**", "//packages/runtime/**", *libraries, THIRD_PARTY, "!*"),
+    )
+    python_package(name, description)
+    pex_binary(
+        name="service",
+        entry_point="lyceum_" + name + ".__main__",
+        execution_mode="venv",
+        layout="packed",
+        output_path="services/lyceum-" + name,
+    )
+
+
+def python_package(name, description):
+    python_sources(name="benchmarks", sources=["benchmarks/**/*.py"])
+    python_distribution(
+        name="dist",
+        dependencies=["//packages/" + name + "/src"],
+        provides=python_artifact(name="lyceum-" + name, version=VERSION, description=description, license="Apache-2.0"),
+        sdist=False,
+    )
+
+
+def sources():
+    """In a package's src/BUILD, which Pants needs at the source root."""
+    resources(name="data", sources=["**/*", "!**/*.py", "!BUILD"])
+    python_sources(sources=["**/*.py"], dependencies=[":data"])
+
+
+def tests(package):
+    """In a package's tests/BUILD."""
+    resources(name="data", sources=["**/*", "!**/*.py", "!BUILD"])
+    python_test_utils(name="utils", sources=["**/*.py", "!**/test_*.py"], skip_mypy=True)
+    python_tests(
+        sources=["**/test_*.py"],
+        dependencies=[":data"],
+        # one process for a package's tests: its heavy imports are paid once
+        batch_compatibility_tag=package,
+        skip_mypy=True,
+    )
