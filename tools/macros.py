@@ -3,6 +3,9 @@
 
 VERSION = "0.1.0"
 
+# Every method; what runs all services names it.
+METHODS = ("apex",)
+
 THIRD_PARTY = "//tools/reqs#*"
 
 # What belongs to the wire, and so to a service and the runtime but to no library.
@@ -31,7 +34,14 @@ def runtime_package(name, description, uses):
     """A package that speaks gRPC and knows no method: the chassis, the command line, the console."""
     allowed = ["//packages/" + other + "/**" for other in (name, *uses)]
     __dependencies_rules__(
-        ({"path": "//packages/" + name + "/src/**"}, "!//packages/*/tests/**", "//protos/**", *allowed, THIRD_PARTY, "!*"),
+        (
+            {"path": "//packages/" + name + "/src/**"},
+            "!//packages/*/tests/**",
+            "//protos/**",
+            *allowed,
+            THIRD_PARTY,
+            "!*",
+        ),
         ("*", "//protos/**", *allowed, "//infra/**", THIRD_PARTY, "!*"),
     )
     python_package(name, description)
@@ -42,9 +52,18 @@ def method_package(name, description, uses=("base", "zoo")):
     source = "//packages/" + name + "/src/lyceum_" + name
     own = "//packages/" + name + "/**"
     libraries = ["//packages/" + library + "/**" for library in uses]
-    face = [source + "/service.py", source + "/__main__.py"]
+    # The service, its start, and the tour's client of it.
+    face = [source + file for file in ("/service.py", "/service/**", "/__main__.py", "/tour.py")]
     __dependencies_rules__(
-        ([{"path": path} for path in face], own, "//protos/**", "//packages/runtime/src/**", *libraries, THIRD_PARTY, "!*"),
+        (
+            [{"path": path} for path in face],
+            own,
+            "//protos/**",
+            "//packages/runtime/src/**",
+            *libraries,
+            THIRD_PARTY,
+            "!*",
+        ),
         ({"path": source + "/**"}, *["!" + path for path in face], *WIRE, own, *libraries, THIRD_PARTY, "!*"),
         ("*", own, "//protos/**", "//packages/runtime/**", *libraries, THIRD_PARTY, "!*"),
     )
@@ -52,6 +71,8 @@ def method_package(name, description, uses=("base", "zoo")):
     pex_binary(
         name="service",
         entry_point="lyceum_" + name + ".__main__",
+        # The runtime finds a service by its name in services.toml, which no import shows.
+        dependencies=["//packages/" + name + "/src"],
         execution_mode="venv",
         layout="packed",
         output_path="services/lyceum-" + name,
@@ -74,14 +95,27 @@ def sources():
     python_sources(sources=["**/*.py"], dependencies=[":data"])
 
 
-def tests(package):
-    """In a package's tests/BUILD."""
+def tests(package, *dependencies):
+    """In a package's tests/BUILD; `dependencies` are what its tests reach by name and no import shows."""
     resources(name="data", sources=["**/*", "!**/*.py", "!BUILD"])
     python_test_utils(name="utils", sources=["**/*.py", "!**/test_*.py"], skip_mypy=True)
     python_tests(
         sources=["**/test_*.py"],
-        dependencies=[":data"],
+        # Services are found by name, so the whole package is there, not only what a test imports.
+        dependencies=[":data", "//packages/" + package + "/src", *dependencies],
         # one process for a package's tests: its heavy imports are paid once
         batch_compatibility_tag=package,
+        skip_mypy=True,
+    )
+
+
+def cross_tests(tag):
+    """In a folder below tests/: tests of every service at once."""
+    resources(name="data", sources=["**/*", "!**/*.py", "!BUILD", "!*.sh"])
+    python_test_utils(name="utils", sources=["**/*.py", "!**/test_*.py"], skip_mypy=True)
+    python_tests(
+        sources=["**/test_*.py"],
+        dependencies=[":data", "//protos:lyceum", *["//packages/" + p + "/src" for p in ("cli", "runtime", *METHODS)]],
+        batch_compatibility_tag=tag,
         skip_mypy=True,
     )

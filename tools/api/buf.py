@@ -1,4 +1,4 @@
-"""buf's checks on the API, and the API as one file: ``tools/buf lint``, ``tools/buf breaking``, ``tools/buf image FILE``.
+"""buf's checks on the API, and the API as one file: ``tools/buf``, ``tools/buf image FILE``.
 
 buf reads a descriptor image, not the .proto sources, because two of the imported files exist as descriptors only.
 """
@@ -38,33 +38,40 @@ def base_commit() -> str | None:
     return git("rev-parse", "HEAD~1") if head else None
 
 
-def main(command: str, *arguments: str) -> int:
-    if command == "image":
-        (target,) = arguments
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_bytes(protoc.image(ROOT))
+def breaking(current: Path, directory: Path) -> int:
+    base = base_commit()
+    if base is None or not git("ls-tree", "--name-only", base, f"{ROOT}/lyceum"):
+        print("buf breaking: no earlier API to compare with")
         return 0
-    with tempfile.TemporaryDirectory() as directory:
-        current = Path(directory, "current.binpb")
+    archive = directory / "base.tar"
+    subprocess.run(["git", "archive", f"--output={archive}", base, str(ROOT)], check=True)
+    subprocess.run(["tar", "-xf", archive, "-C", directory], check=True)
+    before = directory / "before.binpb"
+    before.write_bytes(protoc.image(directory / ROOT))
+    return buf("breaking", str(current), f"--against={before}", f"--config={CONFIG}", OWN)
+
+
+def main(arguments: list[str]) -> int:
+    match arguments:
+        case ["image", target]:
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            Path(target).write_bytes(protoc.image(ROOT))
+            return 0
+        case [] | ["lint"] | ["breaking"]:
+            wanted = arguments or ["lint", "breaking"]
+        case _:
+            print("tools/buf: say nothing (lint and breaking), lint, breaking, or image FILE", file=sys.stderr)
+            return 2
+    with tempfile.TemporaryDirectory() as name:
+        current = Path(name, "current.binpb")
         current.write_bytes(protoc.image(ROOT))
-        if command == "lint":
-            return buf("lint", str(current), f"--config={CONFIG}", OWN, *arguments)
-        if command == "breaking":
-            base = base_commit()
-            if base is None or not git("ls-tree", "--name-only", base, f"{ROOT}/lyceum"):
-                print("buf breaking: no earlier API to compare with")
-                return 0
-            archive = Path(directory, "base.tar")
-            subprocess.run(["git", "archive", f"--output={archive}", base, str(ROOT)], check=True)
-            subprocess.run(["tar", "-xf", archive, "-C", directory], check=True)
-            before = Path(directory, "before.binpb")
-            before.write_bytes(protoc.image(Path(directory, ROOT)))
-            return buf("breaking", str(current), f"--against={before}", f"--config={CONFIG}", OWN, *arguments)
-    print(f"tools/buf: unknown command {command!r}; say lint, breaking or image FILE", file=sys.stderr)
-    return 2
+        status = 0
+        if "lint" in wanted:
+            status = buf("lint", str(current), f"--config={CONFIG}", OWN)
+        if "breaking" in wanted:
+            status = breaking(current, Path(name)) or status
+        return status
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.argv.append("")
-    raise SystemExit(main(*sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Runs protoc with the third-party API files this repository imports.
 
 The packages that own those files (googleapis-common-protos, protovalidate) do not all ship their sources, and some ship
-them under another name, but every installed module carries its descriptor: those become one descriptor set, which protoc
-searches beside the repository's own files.
+them under another name, but every installed module carries its descriptor: those become one descriptor set, which
+protoc searches beside the repository's own files.
 """
 
 import importlib
@@ -19,19 +19,18 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_tools import protoc
 from protovalidate._gen.buf.validate import validate_pb
 
-# Only their messages are imported by name here; protoc finds google/protobuf itself.
+# Whose every module is offered, used here or not.
 PACKAGES = ("google.api", "google.rpc", "google.type")
 
 
 def third_party() -> descriptor_pb2.FileDescriptorSet:
     """The files of googleapis and protovalidate and all that they import, each after its imports."""
-    roots: list[FileDescriptor] = [operations_pb2.Operation.DESCRIPTOR.file]
-    for name in PACKAGES:
-        for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
-            if module.name.endswith("_pb2"):
-                roots.append(importlib.import_module(f"{name}.{module.name}").DESCRIPTOR)
-    for name in ("descriptor", "duration", "field_mask", "timestamp"):
-        roots.append(importlib.import_module(f"google.protobuf.{name}_pb2").DESCRIPTOR)
+    modules = [f"google.protobuf.{name}_pb2" for name in ("descriptor", "duration", "field_mask", "timestamp")]
+    for package in PACKAGES:
+        found = pkgutil.iter_modules(importlib.import_module(package).__path__)
+        modules += [f"{package}.{module.name}" for module in found if module.name.endswith("_pb2")]
+    roots = [operations_pb2.Operation.DESCRIPTOR.file]
+    roots += [importlib.import_module(module).DESCRIPTOR for module in modules]
     files: dict[str, descriptor_pb2.FileDescriptorProto] = {}
 
     def add(file: FileDescriptor) -> None:

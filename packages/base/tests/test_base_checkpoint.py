@@ -91,7 +91,9 @@ def test_non_finite_and_signed_zero_floats_survive():
 
 def test_equal_states_give_equal_bytes_whatever_the_order_of_keys_and_the_process():
     items = [(f"k{i}", np.full(i % 5, i, dtype=EVERY_NUMPY_DTYPE[i % 12])) for i in range(40)]
-    items += [(f"v{i}", {"b": i, "a": [i]}) for i in range(20)] + [(f"t{i}", torch.ones(i, dtype=torch.bfloat16)) for i in range(5)]
+    items += [(f"v{i}", {"b": i, "a": [i]}) for i in range(20)] + [
+        (f"t{i}", torch.ones(i, dtype=torch.bfloat16)) for i in range(5)
+    ]
     expected = encode_state(dict(items))
     for seed in range(5):
         random.Random(seed).shuffle(items)

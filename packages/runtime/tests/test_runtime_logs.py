@@ -5,12 +5,12 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from lyceum_runtime import telemetry
 from lyceum_runtime.logs import setup_logging
+from lyceum_runtime.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root = logging.getLogger()
     before = (root.level, root.handlers[:])
     root.handlers.clear()
-    telemetry.setup(SimpleNamespace(state_dir=tmp_path), "apex")
+    telemetry.setup(Settings(state_dir=tmp_path), "apex")
     yield
     telemetry.shutdown()
     root.setLevel(before[0])
@@ -27,7 +27,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_json_line_carries_trace_span_and_service(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging(SimpleNamespace(log_level="INFO"))
+    setup_logging(Settings(log_level="INFO"))
     with telemetry.span("work"):
         logging.getLogger("lyceum_runtime.x").warning("half of %d\nlines", 7)
         _, trace_id, span_id, _ = telemetry.carrier()["traceparent"].split("-")
@@ -45,9 +45,11 @@ def test_json_line_carries_trace_span_and_service(capsys: pytest.CaptureFixture[
     assert line.count("\n") == 1
 
 
-def test_terminal_gets_a_short_line_with_the_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_a_short_line_with_the_trace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    setup_logging(SimpleNamespace(log_level="INFO"))
+    setup_logging(Settings(log_level="INFO"))
     with telemetry.span("work"):
         logging.getLogger("x").info("started")
         trace_id = telemetry.carrier()["traceparent"].split("-")[1]
@@ -56,7 +58,7 @@ def test_terminal_gets_a_short_line_with_the_trace(capsys: pytest.CaptureFixture
 
 def test_libraries_are_quiet_and_levels_hold(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("dbos").addHandler(logging.StreamHandler())
-    setup_logging(SimpleNamespace(log_level="WARNING"))
+    setup_logging(Settings(log_level="WARNING"))
     logging.getLogger("dbos").info("started")
     logging.getLogger("x").info("started")
     assert capsys.readouterr().err == ""

@@ -4,6 +4,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ telemetry.shutdown()
 """
 
 
-def write(path: Path, rows: list[tuple[str, str, str | None, int]]) -> sqlite3.Connection:
+def write(path: Path, rows: Sequence[tuple[str, str, str | None, int]]) -> sqlite3.Connection:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.executescript(SCHEMA)
@@ -68,7 +69,7 @@ def test_trace_is_found_by_a_unique_beginning_of_its_id(tmp_path: Path) -> None:
 
 def test_recent_gives_roots_newest_first_and_the_first_span_where_the_root_is_elsewhere(tmp_path: Path) -> None:
     rows = [("a", "child", "root", 1), ("a", "root", None, 2), ("b", "late", "x", 9), ("b", "early", "x", 8)]
-    write(tmp_path / "spans.db", [*rows, ("c", "old", None, 0)])
+    write(tmp_path / "spans.db", [("c", "old", None, 0), *rows])
     store = SpanStore(tmp_path / "spans.db")
     assert [span.span_id for span in store.recent()] == ["early", "root", "old"]
     assert [span.span_id for span in store.recent(1)] == ["early"]

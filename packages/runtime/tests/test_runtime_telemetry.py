@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent import futures
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,21 +19,22 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from lyceum_runtime import telemetry
+from lyceum_runtime.settings import Settings
 from lyceum_runtime.spans import Span, SpanStore
 
 METHOD = "test.Kinds"
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     for variable in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(variable, raising=False)
-    yield SimpleNamespace(state_dir=tmp_path, torch_threads=1)
+    yield Settings(state_dir=tmp_path)
     telemetry.shutdown()
 
 
 @pytest.fixture
-def store(settings: SimpleNamespace) -> SpanStore:
+def store(settings: Settings) -> SpanStore:
     telemetry.setup(settings, "test")
     return SpanStore(settings.state_dir / "spans.db")
 
@@ -66,7 +66,7 @@ class Kinds:
             yield request
 
     def handler(self) -> grpc.GenericRpcHandler:
-        handlers = {
+        handlers: dict[str, Any] = {
             "Unary": grpc.unary_unary_rpc_method_handler(self.unary),
             "ServerStream": grpc.unary_stream_rpc_method_handler(self.server_stream),
             "ClientStream": grpc.stream_unary_rpc_method_handler(self.client_stream),
@@ -87,7 +87,7 @@ async def serving() -> AsyncIterator[str]:
         await server.stop(0)
 
 
-def channel(target: str) -> grpc.aio.Channel:
+def channel(target: str) -> Any:
     return grpc.aio.insecure_channel(target, interceptors=telemetry.aio_client_interceptors())
 
 
@@ -217,7 +217,7 @@ async def test_blocking_client_ends_its_spans(store: SpanStore) -> None:
             grpc.insecure_channel(target) as plain,
             telemetry.span("caller"),
         ):
-            ch = grpc.intercept_channel(plain, *telemetry.client_interceptors())
+            ch: Any = grpc.intercept_channel(plain, *telemetry.client_interceptors())
             ch.unary_unary(f"/{METHOD}/Unary")(b"", timeout=5)
             with pytest.raises(grpc.RpcError):
                 ch.unary_unary(f"/{METHOD}/Unary")(b"sleep", timeout=0.1)
@@ -275,7 +275,7 @@ def test_carrier_continues_the_trace_in_another_thread(store: SpanStore) -> None
     assert telemetry.carrier() == {}
 
 
-def test_protocol_other_than_grpc_is_refused(settings: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_protocol_other_than_grpc_is_refused(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     with pytest.raises(ValueError, match="only 'grpc'"):
@@ -302,11 +302,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2
 
 
 @pytest.fixture
-def collector(settings: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def collector(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     receiver = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(receiver, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
@@ -317,7 +317,7 @@ def collector(settings: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 async def test_collector_receives_spans_and_metrics_and_no_file_is_written(
-    collector: Collector, settings: SimpleNamespace
+    collector: Collector, settings: Settings
 ) -> None:
     telemetry.observe("lyceum.compute.pending", lambda: 5)
     telemetry.count("lyceum.operations", 2, status="succeeded", prompt="dropped")
@@ -385,7 +385,7 @@ async def _latency(calls: int = 100, rounds: int = 5) -> float:
 
 @pytest.mark.parametrize("dead", [_nobody_listens, _accepts_and_never_answers])
 async def test_dead_collector_neither_slows_calls_nor_holds_the_end(
-    settings: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, dead: Callable[[], tuple[int, Callable[[], None]]]
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, dead: Callable[[], tuple[int, Callable[[], None]]]
 ) -> None:
     telemetry.setup(settings, "test")
     healthy = await _latency()
@@ -405,7 +405,7 @@ async def test_dead_collector_neither_slows_calls_nor_holds_the_end(
 
 @pytest.mark.parametrize("kind", ["corrupt", "directory"])
 async def test_broken_store_fails_no_call_and_is_reported_once(
-    settings: SimpleNamespace, caplog: pytest.LogCaptureFixture, kind: str
+    settings: Settings, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     _broken_store(kind, settings.state_dir)
     telemetry.setup(settings, "test")

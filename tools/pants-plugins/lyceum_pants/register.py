@@ -1,4 +1,4 @@
-"""Python code out of .proto files, with nothing but packages of the Python index.
+"""Python code out of .proto files, with nothing but packages of the Python index; and ruff as it is today.
 
 Pants' own generator downloads protoc and gRPC's plugin as binaries; this one runs ``grpcio-tools`` instead. Everything
 around it (targets, dependency inference, the map from modules to targets) is Pants' own.
@@ -46,6 +46,8 @@ from pants.engine.target import GeneratedSources, GenerateSourcesRequest, Transi
 from pants.engine.unions import UnionRule
 from pants.source.source_root import SourceRoot, SourceRootRequest
 from pants.util.logging import LogLevel
+
+from lyceum_pants import ruff
 
 # Run inside the tool's environment; the command line around it (`tools/buf`) uses the same file.
 SCRIPT = "tools/api/protoc.py"
@@ -114,6 +116,7 @@ def rules():
         *protobuf_dependency_inference.rules(),
         *python_protobuf_module_mapper.rules(),
         *python_protobuf_subsystem.rules(),
+        *ruff.rules(),
         *stripped_source_files.rules(),
         *tailor.rules(),
         *target_rules(),

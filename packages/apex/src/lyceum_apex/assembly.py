@@ -1,8 +1,9 @@
 """Products out of synthons, and synthons out of reagents.
 
-A synthon carries one metal atom (U, Np, Pu, Am: Enamine's convention) for every joint. Two synthons that carry the same metal are
-joined there: the metals go, their neighbours are bonded with the order of the bond to the metal. A ring-forming joint is two such
-joints between the same synthons. RDKit's `molzip` does this without running a reaction.
+A synthon carries one metal atom (U, Np, Pu, Am: Enamine's convention) for every joint. Two synthons that carry the
+same metal are joined there: the metals go, their neighbours are bonded with the order of the bond to the metal. A
+ring-forming joint is two such joints between the same synthons. RDKit's `molzip` does this without running a
+reaction.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from lyceum_apex.errors import AssemblyError, FieldError
 
 METALS = ("U", "Np", "Pu", "Am")
+_SYMBOLS = {"SINGLE": "-", "DOUBLE": "=", "TRIPLE": "#"}
 METAL_NUMBERS = {92: "U", 93: "Np", 94: "Pu", 95: "Am"}
 
 Molecule = Any  # rdkit.Chem.Mol, whose stubs cover little
@@ -26,32 +28,41 @@ def parse_synthon(smiles: str, field: str) -> Molecule:
     with rdBase.BlockLogs():
         molecule = Chem.MolFromSmiles(smiles) if smiles else None
     if molecule is None:
-        raise FieldError(field, f"RDKit cannot read the SMILES {smiles!r}; give one valid molecule with its attachment atoms")
+        raise FieldError(
+            field, f"RDKit cannot read the SMILES {smiles!r}; give one valid molecule with its attachment atoms"
+        )
     return molecule
 
 
 def attachments(molecule: Molecule, field: str) -> Attachments:
-    """The joints of a synthon. Raises FieldError when it has none, repeats a metal, or binds a metal to more than one atom."""
+    """The joints of a synthon. Raises FieldError when it has none, repeats a metal, or binds a metal to more than one
+    atom."""
     found: list[tuple[str, str]] = []
     for atom in molecule.GetAtoms():
         metal = METAL_NUMBERS.get(atom.GetAtomicNum())
         if metal is None:
             continue
         if atom.GetDegree() != 1:
-            raise FieldError(field, f"attachment atom {metal} has {atom.GetDegree()} neighbours; it must have exactly one")
-        found.append((metal, str(atom.GetBonds()[0].GetBondType())))
+            raise FieldError(
+                field, f"attachment atom {metal} has {atom.GetDegree()} neighbours; it must have exactly one"
+            )
+        order = str(atom.GetBonds()[0].GetBondType())
+        if order not in _SYMBOLS:  # RDKit makes the bond dative where the neighbour has no valence left
+            raise FieldError(field, f"the bond to {metal} is {order.lower()}; it must be single, double or triple")
+        found.append((metal, order))
     metals = [metal for metal, _ in found]
     if not found:
         raise FieldError(field, f"no attachment atom; a synthon needs at least one of {', '.join(METALS)}")
     if len(set(metals)) < len(metals):
-        raise FieldError(field, f"attachment atoms {', '.join(sorted(metals))} repeat; each metal may occur once in a synthon")
+        raise FieldError(
+            field, f"attachment atoms {', '.join(sorted(metals))} repeat; each metal may occur once in a synthon"
+        )
     return tuple(sorted(found))
 
 
 def describe(joints: Attachments) -> str:
     """Joints as chemists write them: `[U]=, [Np]-`."""
-    symbols = {"SINGLE": "-", "DOUBLE": "=", "TRIPLE": "#"}
-    return ", ".join(f"[{metal}]{symbols.get(order, order)}" for metal, order in joints)
+    return ", ".join(f"[{metal}]{_SYMBOLS[order]}" for metal, order in joints)
 
 
 @cache
@@ -64,8 +75,16 @@ def _zip_parameters() -> Any:
     return parameters
 
 
+@cache
+def _any_metal() -> Molecule:
+    from rdkit import Chem
+
+    return Chem.MolFromSmarts(f"[{','.join(METALS)}]")
+
+
 def join(synthons: Sequence[Molecule]) -> Molecule:
-    """The sanitised product of `synthons`; raises AssemblyError. Sanitising comes last: an aromatic joint is valid only whole."""
+    """The sanitised product of `synthons`; raises AssemblyError. Sanitising comes last: an aromatic joint is valid
+    only whole."""
     from rdkit import Chem, rdBase
 
     mixture = synthons[0]
@@ -76,8 +95,10 @@ def join(synthons: Sequence[Molecule]) -> Molecule:
             product = Chem.molzip(mixture, _zip_parameters())
             Chem.SanitizeMol(product)
         except (ValueError, RuntimeError) as error:
-            raise AssemblyError(f"the synthons do not join to a valid molecule: {str(error).strip().splitlines()[0]}") from error
-    if any(atom.GetAtomicNum() in METAL_NUMBERS for atom in product.GetAtoms()) or len(Chem.GetMolFrags(product)) > 1:
+            raise AssemblyError(
+                f"the synthons do not join to a valid molecule: {str(error).strip().splitlines()[0]}"
+            ) from error
+    if product.HasSubstructMatch(_any_metal()):
         raise AssemblyError("the synthons do not join to one molecule: an attachment atom found no partner")
     return product
 
@@ -111,9 +132,9 @@ def join_smiles(products: Sequence[Sequence[str]]) -> list[str | None]:
 def split_reaction(smarts: str) -> list[Any]:
     """Half-reactions that turn the reagents of each R-group into synthons.
 
-    The product template is cut at every bond whose two ends come from different reactants, and a metal is put on both ends; the piece
-    of reactant g is the product of half-reaction g. Unmapped product atoms stay with the mapped neighbour they hang on.
-    Raises FieldError on `smarts`.
+    The product template is cut at every bond whose two ends come from different reactants, and a metal is put on both
+    ends; the piece of reactant g is the product of half-reaction g. Unmapped product atoms stay with the mapped
+    neighbour they hang on. Raises FieldError on `smarts`.
     """
     from rdkit import Chem, rdBase
     from rdkit.Chem import rdChemReactions
@@ -127,10 +148,16 @@ def split_reaction(smarts: str) -> list[Any]:
     if not 2 <= len(reactants) <= 4:
         raise FieldError("smarts", f"the reaction has {len(reactants)} reactants; 2 to 4 are supported")
     if reaction.GetNumProductTemplates() != 1:
-        raise FieldError("smarts", f"the reaction has {reaction.GetNumProductTemplates()} products; exactly 1 is supported")
-    owner_of_map = {a.GetAtomMapNum(): g for g, reactant in enumerate(reactants) for a in reactant.GetAtoms() if a.GetAtomMapNum()}
+        raise FieldError(
+            "smarts", f"the reaction has {reaction.GetNumProductTemplates()} products; exactly 1 is supported"
+        )
+    owner_of_map = {
+        a.GetAtomMapNum(): g for g, reactant in enumerate(reactants) for a in reactant.GetAtoms() if a.GetAtomMapNum()
+    }
     product = Chem.RWMol(reaction.GetProductTemplate(0))
-    owner = {a.GetIdx(): owner_of_map[a.GetAtomMapNum()] for a in product.GetAtoms() if a.GetAtomMapNum() in owner_of_map}
+    owner = {
+        a.GetIdx(): owner_of_map[a.GetAtomMapNum()] for a in product.GetAtoms() if a.GetAtomMapNum() in owner_of_map
+    }
     grew = True
     while grew:
         grew = False
@@ -142,11 +169,16 @@ def split_reaction(smarts: str) -> list[Any]:
                     grew = True
     cut = [b for b in product.GetBonds() if owner.get(b.GetBeginAtomIdx()) != owner.get(b.GetEndAtomIdx())]
     if not cut or len(cut) > len(METALS) or set(owner.values()) != set(range(len(reactants))):
-        raise FieldError("smarts", f"the product joins its {len(reactants)} reactants by {len(cut)} bonds; 1 to 4 must join all of them")
+        raise FieldError(
+            "smarts",
+            f"the product joins its {len(reactants)} reactants by {len(cut)} bonds; 1 to 4 must join all of them",
+        )
     joints = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx(), b.GetBondType()) for b in cut]
     for metal, (begin, end, order) in zip(METALS, joints):
         if order not in (Chem.BondType.SINGLE, Chem.BondType.DOUBLE, Chem.BondType.TRIPLE):
-            raise FieldError("smarts", "a bond that joins two reactants is aromatic; write the product template in Kekule form")
+            raise FieldError(
+                "smarts", "a bond that joins two reactants is aromatic; write the product template in Kekule form"
+            )
         product.RemoveBond(begin, end)
         for side in (begin, end):
             product.AddBond(side, product.AddAtom(Chem.Atom(metal)), order)
@@ -173,4 +205,7 @@ def synthon_of(half: Any, reagent: str, field: str) -> str:
             except ValueError:
                 continue
             return str(Chem.MolToSmiles(product))
-    raise FieldError(field, f"the reagent {reagent!r} does not match the reactant template {Chem.MolToSmarts(half.GetReactantTemplate(0))}")
+    raise FieldError(
+        field,
+        f"the reagent {reagent!r} does not match the reactant template {Chem.MolToSmarts(half.GetReactantTemplate(0))}",
+    )

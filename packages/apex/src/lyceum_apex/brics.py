@@ -1,11 +1,12 @@
 """A combinatorial library out of ordinary molecules: cut them at BRICS bonds and recombine the pieces.
 
-Every molecule is cut at all its BRICS bonds. A piece with one cut (one port) is an end, a piece with two is a linker. Two ends whose
-BRICS environments may bond make a two-component reaction; a linker with an end on either side makes a three-component one, one
-reaction per pair of linker environments.
+Every molecule is cut at all its BRICS bonds. A piece with one cut (one port) is an end, a piece with two is a linker.
+Two ends whose BRICS environments may bond make a two-component reaction; a linker with an end on either side makes a
+three-component one, one reaction per pair of linker environments.
 
-Rules: Degen, Wegscheid-Gerlach, Zaliani, Rarey, "On the art of compiling and using 'drug-like' chemical fragment spaces",
-ChemMedChem 3 (2008) 1503, as in RDKit's BRICS module. This is how the APEX paper (arXiv 2510.24380, section 4) makes its benchmark.
+Rules: Degen, Wegscheid-Gerlach, Zaliani, Rarey, "On the art of compiling and using 'drug-like' chemical fragment
+    spaces", ChemMedChem 3 (2008) 1503, as in RDKit's BRICS module. This is how the APEX paper (arXiv 2510.24380,
+    section 4) makes its benchmark.
 """
 
 from collections import defaultdict
@@ -16,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from lyceum_base import Streams
-
 from lyceum_apex.errors import FieldError
+from lyceum_base import Streams
 
 SynthonRow = tuple[str, int, str, str]
 """(reaction id, R-group from 1, synthon id, SMILES)"""
@@ -29,7 +29,9 @@ class Fragments:
     """Pieces with the metals already in place, sorted, by the BRICS environment of their ports."""
 
     ends: dict[str, tuple[str, ...]]  # environment -> SMILES with [U] at the port
-    linkers: dict[tuple[str, str], tuple[str, ...]]  # environments (sorted) -> SMILES with [U] at the first, [Np] at the second
+    linkers: dict[
+        tuple[str, str], tuple[str, ...]
+    ]  # environments (sorted) -> SMILES with [U] at the first, [Np] at the second
 
 
 @cache
@@ -52,7 +54,7 @@ def _cut(molecule: Any) -> Iterator[Any]:
     from rdkit.Chem import BRICS
 
     editable = Chem.RWMol(molecule)
-    for (begin, end), (begin_label, end_label) in BRICS.FindBRICSBonds(molecule):
+    for (begin, end), (begin_label, end_label) in BRICS.FindBRICSBonds(molecule):  # type: ignore[no-untyped-call]
         order = editable.GetBondBetweenAtoms(begin, end).GetBondType()
         editable.RemoveBond(begin, end)
         for atom, label in ((begin, begin_label), (end, end_label)):
@@ -81,7 +83,9 @@ def fragment(smiles: Sequence[str], n_max: int, seed: int) -> Fragments:
     linkers: dict[tuple[str, str], list[str]] = defaultdict(list)
     for piece in sorted(pieces):
         molecule = Chem.MolFromSmiles(piece)
-        ports = sorted((a for a in molecule.GetAtoms() if a.GetAtomicNum() == 0), key=lambda a: (a.GetIsotope(), a.GetIdx()))
+        ports = sorted(
+            (a for a in molecule.GetAtoms() if a.GetAtomicNum() == 0), key=lambda a: (a.GetIsotope(), a.GetIdx())
+        )
         labels = [str(port.GetIsotope()) for port in ports]
         if len(ports) not in (1, 2):
             continue
@@ -99,7 +103,8 @@ def fragment(smiles: Sequence[str], n_max: int, seed: int) -> Fragments:
 
 
 def recombine(fragments: Fragments) -> list[SynthonRow]:
-    """The synthon table of all two- and three-component reactions the fragments allow. Raises FieldError when there is none."""
+    """The synthon table of all two- and three-component reactions the fragments allow. Raises FieldError when there
+    is none."""
     partners = _partners()
     rows: list[SynthonRow] = []
     ids: dict[str, str] = {}
@@ -115,9 +120,7 @@ def recombine(fragments: Fragments) -> list[SynthonRow]:
                 add(f"b{left}-{right}", 1, molecules)
                 add(f"b{left}-{right}", 2, fragments.ends[right])
     for (left, right), middles in fragments.linkers.items():
-        sides = [
-            [text for label in partners[side] for text in fragments.ends.get(label, ())] for side in (left, right)
-        ]
+        sides = [[text for label in partners[side] for text in fragments.ends.get(label, ())] for side in (left, right)]
         if sides[0] and sides[1]:
             add(f"b{left}-x-{right}", 1, sides[0])
             add(f"b{left}-x-{right}", 2, middles)
@@ -125,4 +128,3 @@ def recombine(fragments: Fragments) -> list[SynthonRow]:
     if not rows:
         raise FieldError("smiles", "no two fragments of these molecules can bond; give more or larger molecules")
     return rows
-

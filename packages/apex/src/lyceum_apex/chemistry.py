@@ -1,9 +1,9 @@
 """Properties of molecules by RDKit: the labels of examples, tests and benchmarks.
 
-mw: molecular weight, g/mol. logp: Crippen's octanol-water log P. tpsa: topological polar surface area, square angstroms. hbd, hba: hydrogen-bond
-donors, acceptors. rotb: rotatable bonds. qed: quantitative estimate of drug-likeness (Bickerton 2012), 0 to 1. rings: ring
-count. fsp3: fraction of sp3 carbons. sa: synthetic accessibility (Ertl, Schuffenhauer 2009), 1 easy to 10 hard, where RDKit's Contrib is
-installed.
+mw: molecular weight, g/mol. logp: Crippen's octanol-water log P. tpsa: topological polar surface area, square
+    angstroms. hbd, hba: hydrogen-bond donors, acceptors. rotb: rotatable bonds. qed: quantitative estimate of
+    drug-likeness (Bickerton 2012), 0 to 1. rings: ring count. fsp3: fraction of sp3 carbons. sa: synthetic
+    accessibility (Ertl, Schuffenhauer 2009), 1 easy to 10 hard, where RDKit's Contrib is installed.
 """
 
 import importlib.util
@@ -21,14 +21,17 @@ _CHUNK = 512
 
 
 def properties(smiles: Sequence[str], names: Sequence[str] = ("mw", "logp", "tpsa")) -> npt.NDArray[np.float64]:
-    """Properties [n, len(names)], in chunks that run wherever `joblib.parallel_config` says. Raises FieldError (`smiles[i]`, `names[i]`)."""
+    """Properties [n, len(names)], in chunks that run wherever `joblib.parallel_config` says. Raises FieldError
+    (`smiles[i]`, `names[i]`)."""
     from joblib import Parallel, delayed
 
     for i, name in enumerate(names):
         if name not in PROPERTIES:
             raise FieldError(f"names[{i}]", f"{name!r} given; known: {', '.join(PROPERTIES)}")
     starts = range(0, max(len(smiles), 1), _CHUNK)
-    return np.concatenate(Parallel()(delayed(properties_chunk)(list(smiles[i : i + _CHUNK]), tuple(names), i) for i in starts))
+    return np.concatenate(
+        Parallel()(delayed(properties_chunk)(list(smiles[i : i + _CHUNK]), tuple(names), i) for i in starts)
+    )
 
 
 def properties_chunk(smiles: Sequence[str], names: Sequence[str], first: int = 0) -> npt.NDArray[np.float64]:
@@ -48,13 +51,13 @@ def properties_chunk(smiles: Sequence[str], names: Sequence[str], first: int = 0
 
 @cache
 def _function(name: str) -> Callable[[Any], float]:
-    from rdkit.Chem import QED, Crippen, Descriptors, rdMolDescriptors
+    from rdkit.Chem import QED, Descriptors, rdMolDescriptors
 
     if name == "sa":
         return _synthetic_accessibility()
     known: dict[str, Callable[[Any], float]] = {
-        "mw": Descriptors.MolWt,
-        "logp": Crippen.MolLogP,
+        "mw": Descriptors.MolWt,  # type: ignore[attr-defined]  # defined when RDKit is imported
+        "logp": lambda molecule: float(rdMolDescriptors.CalcCrippenDescriptors(molecule)[0]),
         "tpsa": rdMolDescriptors.CalcTPSA,
         "hbd": rdMolDescriptors.CalcNumHBD,
         "hba": rdMolDescriptors.CalcNumHBA,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_RGROUPS = 4
-_MAX_MAGNITUDE = 1e100  # sums and scaled violations of such numbers stay finite
+MAX_MAGNITUDE = 1e100  # sums and scaled violations of such numbers stay finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +67,11 @@ class ContributionTable:
             array = np.array(value, dtype=np.float64, order="C")
             if array.shape != shape:
                 raise ValueError(f"{field}: shape {array.shape}; expected {shape} (legs, properties)")
-            if not (np.abs(array) <= _MAX_MAGNITUDE).all():
-                raise ValueError(f"{field}: holds a number that is not finite or above {_MAX_MAGNITUDE:g} in magnitude")
+            if not (np.abs(array) <= MAX_MAGNITUDE).all():
+                raise ValueError(f"{field}: holds a number that is not finite or above {MAX_MAGNITUDE:g} in magnitude")
             array.flags.writeable = False
             object.__setattr__(self, field, array)
-        if (self.scale < 1 / _MAX_MAGNITUDE).any():
+        if (self.scale < 1 / MAX_MAGNITUDE).any():
             worst = int(np.argmin(self.scale))
             raise ValueError(f"scale[{worst}]: {self.scale[worst]} ({names[worst]}); a scale is positive")
         if self.available is not None:

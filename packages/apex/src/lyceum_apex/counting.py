@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lyceum_apex.contributions import MAX_RGROUPS, ContributionTable
-from lyceum_apex.forest import grow_forest, make_spans
+from lyceum_apex.forest import SCAN_LEAF, grow_forest, make_spans
 from lyceum_apex.kernels import Columns, count_below
 from lyceum_apex.lanes import LANE_WORK, LANES, thread_pool
 from lyceum_apex.query import Bounds, Problem, Query, QueryError, make_problem
@@ -77,8 +77,8 @@ def count(
         def run(mine: NDArray[np.int32]) -> tuple[NDArray[np.int32], int, int]:
             stack = np.empty((len(mine) + 512, 1 + MAX_RGROUPS), dtype=np.int32)
             stack[: len(mine)] = mine
-            prefix = np.empty((MAX_RGROUPS - 1, len(columns.bias)))
-            left, within, evaluated = count_below(forest, columns, stack, len(mine), budget, prefix)
+            prefix, fine = np.empty((MAX_RGROUPS - 1, len(columns.bias))), np.empty(SCAN_LEAF, dtype=np.int64)
+            left, within, evaluated = count_below(forest, columns, stack, len(mine), budget, prefix, fine)
             return stack[:left], int(within), int(evaluated)
 
         while len(pending):

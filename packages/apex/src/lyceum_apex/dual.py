@@ -1,14 +1,14 @@
 """One more column that makes bounds tight when constraints fight the objective.
 
 For multipliers x_j >= 0 of the constraints g_j >= 0 (g = u - f or f - l), every feasible product has
-objective <= objective + sum_j x_j g_j, which is additive over legs as well: the *dual column*.  A block's box of ranges
-forgets how properties hang together (large molecules dock well and are heavy); the dual column remembers, so its maximum
-over a block bounds the objective of feasible products far better than the objective's own.  Any x is valid; a good one
-minimises the Chernoff bound on the k-th best feasible objective,
+objective <= objective + sum_j x_j g_j, which is additive over legs as well: the *dual column*.  A block's box of
+ranges forgets how properties hang together (large molecules dock well and are heavy); the dual column remembers, so
+its maximum over a block bounds the objective of feasible products far better than the objective's own.  Any x is
+valid; a good one minimises the Chernoff bound on the k-th best feasible objective,
 
     T_k <= min over tau > 0, x >= 0 of  tau (log sum_products exp((objective + sum_j x_j g_j) / tau) - log k),
 
-a convex problem whose sum factorises over R-groups.  It is solved on a sample of legs: x only has to be good, not exact.
+a convex problem whose sum factorises over R-groups.  It is solved on a sample of legs: x has to be good, not exact.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from scipy.optimize import minimize
 from lyceum_apex.forest import Spans
 from lyceum_apex.kernels import Columns
 
-_SAMPLE = 1 << 14  # legs in all, spread evenly over R-groups
+_SAMPLE = 1 << 13  # legs in all, spread evenly over R-groups
 _LEAST_SAMPLE = 64  # legs an R-group
-_STEPS = 40
+_MOST_REACTIONS = 256
+_STEPS = 25
 _LARGEST = 30.0  # multipliers in units of spread of objective / spread of property; infeasible problems would go beyond
 
 
 def with_dual_column(spans: Spans, columns: Columns, reactions: NDArray[np.int32], k: int) -> tuple[Spans, Columns]:
     """Append the dual column to the legs and its bias to `columns.bias`, if some constraint is worth it.
 
-    The bias includes a margin above the rounding error of all sums involved, so the bound holds for rounded products too.
+    The bias includes a margin above the rounding error of all sums involved: the bound holds for rounded products.
     """
     upper, lower = np.isfinite(columns.upper), np.isfinite(columns.lower)
     at = np.concatenate([np.flatnonzero(upper), np.flatnonzero(lower)])  # constrained column of each bound
@@ -67,8 +68,10 @@ def _multipliers(
 ) -> NDArray[np.float64]:
     """Minimise the Chernoff bound; in units of the spreads, so that one step size fits all."""
     unit = np.divide(spread[0], spread[at], out=np.zeros(len(at)), where=spread[at] > 0)
-    legs, log_weight = _sample(spans, reactions)
-    gain = np.concatenate([legs[:, :, :1], -(unit * side) * legs[:, :, at]], axis=2) / spread[0]  # [R * 4, m, 1 + bounds]
+    legs, log_weight = _sample(spans, reactions[:: -(-len(reactions) // _MOST_REACTIONS)])
+    gain = (
+        np.concatenate([legs[:, :, :1], -(unit * side) * legs[:, :, at]], axis=2) / spread[0]
+    )  # [R * 4, m, 1 + bounds]
     constant = unit * side * (bound - columns.bias[at]) / spread[0]
 
     def chernoff(point: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -96,9 +99,9 @@ def _multipliers(
 
 
 def _sample(spans: Spans, reactions: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Legs [R * 4, m, C] of each slot at evenly spaced ranks of the objective, and the log of how many each stands for."""
+    """Legs [R * 4, m, C] of each slot at evenly spaced ranks of the objective; the log of how many each stands for."""
     slots = [(int(b), int(e)) for r in reactions for b, e in zip(spans.begin[r], spans.end[r])]
-    most = max(_LEAST_SAMPLE, 2 * _SAMPLE // len(slots))
+    most = max(_LEAST_SAMPLE, _SAMPLE // len(slots))
     most = min(most, max(end - begin for begin, end in slots))
     legs = np.zeros((len(slots), most, spans.legs.shape[1]))
     log_weight = np.full((len(slots), most), -np.inf)

@@ -2,7 +2,8 @@
 
 
 class FieldError(ValueError):
-    """An input is wrong. `field` is the path to it (`synthons[12].rgroup`), `reason` says what was given and what is accepted."""
+    """An input is wrong. `field` is the path to it (`synthons[12].rgroup`), `reason` says what was given and what is
+    accepted."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -15,4 +16,5 @@ class AssemblyError(ValueError):
 
 
 class VersionError(ValueError):
-    """Two parts that belong together come from different versions, for example an index and a probe of another surrogate."""
+    """Two parts that belong together come from different versions, for example an index and a probe of another
+    surrogate."""

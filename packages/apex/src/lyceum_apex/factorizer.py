@@ -1,6 +1,7 @@
 """The factoriser: e(x), the embedding of a product, as a sum of one vector per leg.
 
-Source: Pedawi et al., "APEX", arXiv 2510.24380, section 3. With h_s the features of synthon s from a network of their own,
+Source: Pedawi et al., "APEX", arXiv 2510.24380, section 3. With h_s the features of synthon s from a network of their
+own,
 
     rho_{r,g}  = P1( mean_{s in S_{r,g}} P0(h_s) )          R-group feature, invariant to the order of the list
     kappa_r    = Q1( sum_g Q0(rho_{r,g}) )                  reaction feature
@@ -9,12 +10,13 @@ Source: Pedawi et al., "APEX", arXiv 2510.24380, section 3. With h_s the feature
     u_{r,g,s}  = K_{r,g} v_s in R^d                         leg embedding
     e^(x)      = sum_g u_{r,g,s_g}
 
-The weights know nothing of a particular library, so they apply to another one. Encoding a library costs one pass over its distinct synthons
-and one over its R-groups, however many products there are.
+The weights know nothing of a particular library, so they apply to another one. Encoding a library costs one pass over
+its distinct synthons and one over its R-groups, however many products there are.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy as np
@@ -35,16 +37,20 @@ FloatArray = npt.NDArray[np.float64]
 
 BLOCKS = 4  # [paper][repo]
 ASSOCIATIVE_DIM = 64  # a [paper][repo]
+REACTIONS = 1  # per step [paper][repo]
 BATCH = 300  # products of one reaction [paper][repo]
-DEFAULT_STEPS = {"ecfp": 1000, "mpnn": 3000}
+DEFAULT_STEPS = {"ecfp": 200, "mpnn": 3000}
 POOL_PER_LEG = 2.0
+HELD_OUT = 12  # one product of the pool in so many
+PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _LEARNING_RATE = 2e-3
 _STATE_EVERY = 250
 _VARIANCE_FLOOR = 1e-6
 
 
 class ResNet(nn.Module):
-    """Residual perceptron of width H: four blocks of (LayerNorm, ReLU, Linear) twice, the last Linear starting at 0, then a Linear."""
+    """Residual perceptron of width H: four blocks of (LayerNorm, ReLU, Linear) twice, the last Linear starting at 0,
+    then a Linear."""
 
     def __init__(self, size_out: int) -> None:
         super().__init__()
@@ -94,32 +100,47 @@ class LegNetwork(nn.Module):
         return torch.cat([values.index_select(0, group) @ key.T for group, key in zip(groups, keys)])
 
 
+@dataclass(frozen=True, eq=False)
 class Factorizer:
     """A trained factoriser; make one by `fit`, `from_state` or `from_bytes`.
 
-    It works on standardised embeddings, (e - centre) / spread; `centre` goes to the legs in equal parts, so that e^ is the plain sum of legs.
+    Args:
+        network: works on standardised embeddings, (e - centre) / spread.
+        centre, spread: float64 [64]; `centre` goes to the legs of a product in equal parts, so that e^ is the plain
+            sum of legs. correction: float64 [L, 64], what a ridge fit on the pool adds to the network's legs of the
+            library it was fitted to. library, surrogate: fingerprints of what it was fitted to. held_legs,
+            held_embeddings: leg numbers [n, 4] and e [n, 64] of products kept out of the fit, for the report.
     """
 
-    def __init__(self, network: LegNetwork, centre: FloatArray, spread: FloatArray, surrogate: str) -> None:
-        self.network = network
-        self.centre = centre
-        self.spread = spread
-        self.surrogate = surrogate
+    network: LegNetwork
+    centre: FloatArray
+    spread: FloatArray
+    correction: FloatArray
+    library: str
+    surrogate: str
+    held_legs: npt.NDArray[np.int32]
+    held_embeddings: npt.NDArray[np.float32]
 
     def leg_embeddings(self, library: SynthonLibrary) -> FloatArray:
-        """u, float64 [L, 64]: e^(x) is the sum over the legs of x."""
+        """u, float64 [L, 64]: e^(x) is the sum over the legs of x. Any library will do; only its own gets the
+        correction."""
         features = featurise(self.network.synthons, library.smiles)
-        groups, reactions = [], []
-        for r, (starts, sizes) in enumerate(zip(library.first_leg, library.sizes)):
-            for start, size in zip(starts, sizes):
-                groups.append(torch.from_numpy(library.leg_smiles[start : start + size]).long())
-                reactions.append(r)
-        with torch.no_grad(), one_thread():
-            u = self.network(features, groups, reactions).numpy().astype(np.float64)
-        share = np.concatenate([np.full(sum(sizes), 1.0 / len(sizes)) for sizes in library.sizes])
-        return u * self.spread + share[:, None] * self.centre
+        u = _network_legs(self.network, library, features) * self.spread + _shares(library) * self.centre
+        return u + self.correction if library.fingerprint == self.library else u
 
-    # --- training ------------------------------------------------------------------------------------------------------------
+    def reconstruction_report(self, library: SynthonLibrary, surrogate: Surrogate) -> dict[str, float]:
+        """R2 of f^ against f on the held-out products, by property. Raises VersionError for another library or
+        surrogate."""
+        if library.fingerprint != self.library or surrogate.fingerprint != self.surrogate:
+            raise VersionError(
+                "the factoriser was fitted to another library or surrogate; its held-out products belong to those"
+            )
+        beta = np.stack([probe.beta for probe in surrogate.probes]).T
+        estimate = _sum_legs(self.leg_embeddings(library), self.held_legs)
+        r2 = ridge.r_squared(self.held_embeddings @ beta, estimate @ beta)
+        return {name: float(value) for name, value in zip(surrogate.names, r2)}
+
+    # --- training ----------------------------------------------------------------------------------------------------
 
     @classmethod
     def iter_fit(
@@ -136,48 +157,39 @@ class Factorizer:
     ) -> Iterator[Checkpoint]:
         """Fit to a library; the last state is read by `from_state`.
 
-        Each step takes `batch` products of one reaction, drawn uniformly from a pool that was assembled and embedded once. Stages:
-        assemble, train. Raises FieldError (`steps`, `batch`, `associative_dim`), AssemblyError, Stopped.
+        A pool of products of every reaction is assembled and embedded once; each step takes up to `batch` of them
+        from each of some reactions, so that small reactions count as much as large ones. The synthon network is of
+        the surrogate's kind: with `ecfp` a step costs a twentieth of the paper's message passing. At the end the main
+        effects that the network has missed on the pool are fitted in closed form. Stages: sample, factorise. Raises
+        FieldError (`steps`, `batch`, `associative_dim`), AssemblyError, Stopped.
         """
         steps = DEFAULT_STEPS[surrogate.encoder.name] if steps is None else steps
         for name, value in (("steps", steps), ("batch", batch), ("associative_dim", associative_dim)):
             if value < 1:
                 raise FieldError(name, f"{value} given; at least 1")
-        if resume is not None and "centre" in resume:
-            yield Checkpoint(resume, "train", steps, steps)
+        if resume is not None and "correction" in resume:
+            yield Checkpoint(resume, "factorise", steps, steps)
             return
         streams = Streams(seed)
         network = LegNetwork(surrogate.encoder.name, associative_dim)
         initialise(network, streams.child("apex.factorizer"))
-        yield Checkpoint(None, "assemble", 0)
-        pool = Pool.draw(library, surrogate, streams)
+        yield Checkpoint(None, "sample", 0)
+        pool, held = Pool.draw(library, surrogate, streams, should_stop)
         synthons = featurise(network.synthons, library.smiles)
         centre, spread = pool.moments()
         targets = torch.from_numpy(((pool.embeddings - centre) / spread).astype(np.float32))
 
         def loss_at(step: int) -> torch.Tensor:
-            r = int(streams.integers("apex.factorizer.reaction", step, high=library.n_reactions))
-            first, last = pool.starts[r], pool.starts[r + 1]
-            order = np.argsort(streams.uniform("apex.factorizer.products", step, shape=(last - first,)), kind="stable")
-            rows = first + order[:batch]
-            present, place, offset = [], [], 0
-            for start, column in zip(library.first_leg[r], pool.products.s[rows].T):
-                legs, inverse = np.unique(start + column, return_inverse=True)
-                present.append(legs)
-                place.append(inverse + offset)
-                offset += len(legs)
-            keys, inverse = np.unique(library.leg_smiles[np.concatenate(present)], return_inverse=True)
-            groups = torch.from_numpy(inverse).split([len(legs) for legs in present])
-            u = network(synthons.take(keys.astype(np.int64)), groups, [0] * len(groups))
-            estimate = sum(u.index_select(0, torch.from_numpy(column)) for column in place)
-            e = targets[torch.from_numpy(rows)]
-            variance = e.var(0, correction=0).clamp_min(_VARIANCE_FLOOR)
-            return ((e - estimate).square().mean(0) / variance).mean()
+            keys = streams.uniform("apex.factorizer.reactions", step, shape=(library.n_reactions,))
+            reactions = np.argsort(keys, kind="stable")[:REACTIONS]
+            return _loss(
+                network, library, pool, synthons, targets, reactions, batch, streams.child("apex.factorizer.step", step)
+            )
 
         yield from descend(
             network,
             loss_at,
-            stage="train",
+            stage="factorise",
             steps=steps,
             learning_rate=_LEARNING_RATE,
             state_every=_STATE_EVERY,
@@ -185,7 +197,18 @@ class Factorizer:
             resume=resume,
             should_stop=should_stop,
         )
-        yield Checkpoint(cls(network, centre, spread, surrogate.fingerprint).to_state(), "train", steps, steps)
+        u = _network_legs(network, library, synthons) * spread + _shares(library) * centre
+        fitted = cls(
+            network,
+            centre,
+            spread,
+            main_effects(library, pool, u),
+            library.fingerprint,
+            surrogate.fingerprint,
+            library.legs(held.products),
+            held.embeddings,
+        )
+        yield Checkpoint(fitted.to_state(), "factorise", steps, steps)
 
     @classmethod
     def fit(
@@ -202,16 +225,20 @@ class Factorizer:
         run = cls.iter_fit(library, surrogate, steps=steps, batch=batch, associative_dim=associative_dim, seed=seed)
         return cls.from_state(run_to_end(run))
 
-    # --- storage -------------------------------------------------------------------------------------------------------------
+    # --- storage -----------------------------------------------------------------------------------------------------
 
     def to_state(self) -> dict[str, Any]:
         return {
             "kind": "apex.factorizer/1",
             "encoder": self.network.synthons.name,
             "associative_dim": self.network.associative_dim,
-            "surrogate": self.surrogate,
             "centre": self.centre,
             "spread": self.spread,
+            "correction": self.correction,
+            "library": self.library,
+            "surrogate": self.surrogate,
+            "held_legs": self.held_legs,
+            "held_embeddings": self.held_embeddings,
             **weights(self.network),
         }
 
@@ -223,7 +250,7 @@ class Factorizer:
         network = LegNetwork(state["encoder"], state["associative_dim"])
         load_weights(network, state)
         network.requires_grad_(False)
-        return cls(network, state["centre"], state["spread"], state["surrogate"])
+        return cls(network, **{field.name: state[field.name] for field in fields(cls) if field.name != "network"})
 
     def to_bytes(self) -> bytes:
         return encode_state(self.to_state())
@@ -233,23 +260,42 @@ class Factorizer:
         return cls.from_state(decode_state(blob))
 
 
+@dataclass(frozen=True, eq=False)
 class Pool:
-    """Products of every reaction with their embeddings; those of reaction r are rows `starts[r]` to `starts[r + 1]`."""
+    """Products with their embeddings; those of reaction r are rows `starts[r]` to `starts[r + 1]`."""
 
-    def __init__(self, products: ProductBatch, embeddings: npt.NDArray[np.float32], starts: npt.NDArray[np.int64]) -> None:
-        self.products = products
-        self.embeddings = embeddings
-        self.starts = starts
+    products: ProductBatch
+    embeddings: npt.NDArray[np.float32]
+    starts: npt.NDArray[np.int64]
 
     @classmethod
-    def draw(cls, library: SynthonLibrary, surrogate: Surrogate, streams: Streams) -> Self:
-        parts = []
+    def draw(
+        cls, library: SynthonLibrary, surrogate: Surrogate, streams: Streams, should_stop: ShouldStop | None = None
+    ) -> tuple["Pool", "Pool"]:
+        """A pool to fit to and, a twelfth of it, one held out. In a library too small to spare products both are the
+        same."""
+        fitted, held = [], []
         for r in range(library.n_reactions):
             n = min(library.products_of[r], max(BATCH, int(POOL_PER_LEG * sum(library.sizes[r]))))
-            parts.append(library.draw(n, [r], streams.child("apex.factorizer.pool", r)))
+            drawn = library.draw(n, [r], streams.child("apex.factorizer.pool", r))
+            spare = n // HELD_OUT
+            held.append(ProductBatch(drawn.r[:spare], drawn.s[:spare]))
+            fitted.append(ProductBatch(drawn.r[spare:], drawn.s[spare:]))
+        pool = cls._embed(fitted, library, surrogate, should_stop)
+        return pool, cls._embed(held, library, surrogate, should_stop) if sum(map(len, held)) >= HELD_OUT else pool
+
+    @classmethod
+    def _embed(
+        cls,
+        parts: Sequence[ProductBatch],
+        library: SynthonLibrary,
+        surrogate: Surrogate,
+        should_stop: ShouldStop | None,
+    ) -> Self:
         products = ProductBatch(np.concatenate([p.r for p in parts]), np.concatenate([p.s for p in parts]))
         features = featurise_products(surrogate.encoder, library, products)
-        return cls(products, embed_features(surrogate.encoder, features), np.cumsum([0] + [len(p) for p in parts]))
+        embeddings = embed_features(surrogate.encoder, features, should_stop)
+        return cls(products, embeddings, np.cumsum([0, *map(len, parts)]))
 
     def moments(self) -> tuple[FloatArray, FloatArray]:
         """Mean and standard deviation [64] with equal weight for every reaction."""
@@ -257,3 +303,106 @@ class Pool:
         e = self.embeddings.astype(np.float64)
         centre = weight @ e
         return centre, np.sqrt(np.maximum(weight @ (e - centre) ** 2, _VARIANCE_FLOOR))
+
+
+def _loss(
+    network: LegNetwork,
+    library: SynthonLibrary,
+    pool: Pool,
+    synthons: Features,
+    targets: torch.Tensor,
+    reactions: npt.NDArray[np.int64],
+    batch: int,
+    streams: Streams,
+) -> torch.Tensor:
+    """mean over dimensions of (e - e^)^2 / Var(e), with products and variance within one reaction; mean over
+    `reactions`.
+
+    R-group means are taken over the synthons that occur in the batch [repo].
+    """
+    legs: list[npt.NDArray[np.int32]] = []  # of each R-group, those present
+    owner: list[int] = []
+    rows, places = [], []  # of each reaction: products, and their legs' places among all legs present
+    total = 0
+    for k, r in enumerate(reactions):
+        first, last = pool.starts[r], pool.starts[r + 1]
+        keys = streams.uniform("apex.factorizer.products", int(r), shape=(last - first,))
+        rows.append(first + np.argsort(keys, kind="stable")[:batch])
+        place = []
+        for start, column in zip(library.first_leg[r], pool.products.s[rows[-1]].T):
+            present, inverse = np.unique(start + column, return_inverse=True)
+            place.append(torch.from_numpy(inverse + total))
+            total += len(present)
+            legs.append(present)
+            owner.append(k)
+        places.append(place)
+    distinct, inverse = np.unique(library.leg_smiles[np.concatenate(legs)], return_inverse=True)
+    groups = torch.split(torch.from_numpy(inverse), [len(group) for group in legs])
+    u = network(synthons.take(distinct.astype(np.int64)), groups, owner)
+    loss = u.new_zeros(())
+    for row, place in zip(rows, places):
+        e = targets[torch.from_numpy(row)]
+        estimate = torch.stack([u.index_select(0, column) for column in place]).sum(0)
+        variance = e.var(0, correction=0).clamp_min(_VARIANCE_FLOOR)
+        loss = loss + ((e - estimate).square().mean(0) / variance).mean()
+    mean: torch.Tensor = loss / len(rows)
+    return mean
+
+
+def main_effects(library: SynthonLibrary, pool: Pool, u: FloatArray) -> FloatArray:
+    """What ridge regression of e - e^ on the legs, reaction by reaction, adds to leg embeddings `u`; float64 [L, 64].
+
+    The best sum of legs for a reaction is its main-effects analysis of variance; the network comes near it for all
+    reactions at once, this closes the rest where products were seen. The penalty, one for all reactions, is the one
+    of `PENALTIES` with the smallest leave-one-out error on the pool (the identity of `lyceum_apex.ridge`): large
+    where the network is good, small where it is not.
+    """
+    legs = library.legs(pool.products)
+    residual = pool.embeddings - _sum_legs(u, legs)
+    variance = np.maximum(residual.var(0), _VARIANCE_FLOOR)
+    errors = np.zeros(len(PENALTIES))
+    solutions = []
+    for r, groups in enumerate(library.sizes):
+        rows = slice(pool.starts[r], pool.starts[r + 1])
+        first = library.first_leg[r][0]
+        design = np.zeros((rows.stop - rows.start, sum(groups)))
+        for column in legs[rows, : len(groups)].T:
+            design[np.arange(len(design)), column - first] = 1.0
+        values, vectors = np.linalg.eigh(design.T @ design)
+        rotated = design @ vectors
+        moment = rotated.T @ residual[rows]
+        by_penalty = []
+        for i, penalty in enumerate(PENALTIES):
+            weight = 1.0 / (np.maximum(values, 0.0) + penalty)
+            effect = weight[:, None] * moment
+            leverage = (rotated**2) @ weight
+            left_out = (residual[rows] - rotated @ effect) / (1.0 - leverage)[:, None]
+            errors[i] += (left_out**2 / variance).mean()
+            by_penalty.append(vectors @ effect)
+        solutions.append(by_penalty)
+    best = int(np.argmin(errors))
+    return np.concatenate([by_penalty[best] for by_penalty in solutions])
+
+
+def _network_legs(network: LegNetwork, library: SynthonLibrary, features: Features) -> FloatArray:
+    """The network's standardised leg embeddings of a whole library, float64 [L, 64]."""
+    groups, reactions = [], []
+    for r, (starts, sizes) in enumerate(zip(library.first_leg, library.sizes)):
+        for start, size in zip(starts, sizes):
+            groups.append(torch.from_numpy(library.leg_smiles[start : start + size]).long())
+            reactions.append(r)
+    with torch.no_grad(), one_thread():
+        legs = network(features, groups, reactions).numpy()
+    u: FloatArray = legs.astype(np.float64)
+    return u
+
+
+def _shares(library: SynthonLibrary) -> FloatArray:
+    """1 / (number of R-groups) of each leg, [L, 1]."""
+    return np.concatenate([np.full((sum(sizes), 1), 1.0 / len(sizes)) for sizes in library.sizes])
+
+
+def _sum_legs(u: FloatArray, legs: npt.NDArray[np.int32]) -> FloatArray:
+    """e^ [n, 64] of products given by leg numbers [n, 4], -1 where there is none."""
+    total: FloatArray = np.where(legs[:, :, None] >= 0, u[legs], 0.0).sum(1)
+    return total

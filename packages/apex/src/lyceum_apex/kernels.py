@@ -250,7 +250,11 @@ def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: An
                 if violation > threshold.violation:
                     continue
                 stop = end
-                if violation == threshold.violation == 0.0 and d < size and prefix[2, d] + high[d] < threshold.objective:
+                if (
+                    violation == threshold.violation == 0.0
+                    and d < size
+                    and prefix[2, d] + high[d] < threshold.objective
+                ):
                     continue
                 if violation == threshold.violation:  # at best a tie: the leaf is sorted, so a prefix of it suffices
                     left = begin
@@ -392,11 +396,12 @@ def scan_range(
 
 
 @njit(cache=True, nogil=True)
-def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int, prefix: Any) -> Any:
+def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int, prefix: Any, fine: Any) -> Any:
     """Count the products within all column bounds below the stacked node tuples.
 
     A tuple wholly inside counts in one step, one wholly outside not at all.  Returns the numbers of tuples left on
-    the stack (budget spent), of products inside and of products evaluated one by one.
+    the stack (budget spent), of products inside and of products evaluated one by one.  `prefix` float64[3, C] and
+    `fine` int64[legs of a leaf] are scratch.
     """
     size = columns.bias.size
     points, low, high = forest.points, forest.low, forest.high
@@ -436,7 +441,6 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
                     stack[stacked, g] = current[g]
                 stacked += 1
             continue
-        begin, end = forest.begin[n3], forest.end[n3]
         for i0 in range(forest.begin[n0], forest.end[n0]):
             for c in range(size):
                 prefix[0, c] = columns.bias[c] + points[c, i0]
@@ -446,8 +450,7 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
                 for i2 in range(forest.begin[n2], forest.end[n2]):
                     for c in range(size):
                         prefix[2, c] = prefix[1, c] + points[c, i2]
-                    here = _count_row(points, begin, end, prefix[2], columns)
-                    inside += here
+                    inside += _count_row(forest, n3, prefix[2], columns, fine)
         evaluated = int(exact)
         touched += evaluated
         work += evaluated
@@ -455,8 +458,13 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
 
 
 @njit(cache=True, nogil=True)
-def _count_row(points: Any, begin: int, end: int, row: Any, columns: Any) -> Any:
-    """Products of one row within the bounds; the row is sorted by column 0, descending."""
+def _count_row(forest: Any, node: int, row: Any, columns: Any, fine: Any) -> Any:
+    """Number of products within the bounds among one row along a leaf, which is sorted by column 0, descending."""
+    points, low, high = forest.points, forest.low[node], forest.high[node]
+    begin, end = forest.begin[node], forest.end[node]
+    for c in range(columns.bias.size):
+        if row[c] + high[c] < columns.lower[c] or row[c] + low[c] > columns.upper[c]:
+            return 0
     base = row[0]
     first, right = begin, end
     while first < right:
@@ -472,18 +480,18 @@ def _count_row(points: Any, begin: int, end: int, row: Any, columns: Any) -> Any
             last = middle + 1
         else:
             right = middle
-    if columns.bias.size == 1:
-        return last - first
-    count = 0
-    if columns.bias.size == 2:
-        for j in range(first, last):
-            value = row[1] + points[1, j]
-            count += (value >= columns.lower[1]) & (value <= columns.upper[1])
-        return count
-    for j in range(first, last):
-        fine = True
-        for c in range(1, columns.bias.size):
-            value = row[c] + points[c, j]
-            fine &= (value >= columns.lower[c]) & (value <= columns.upper[c])
-        count += fine
+    count = last - first
+    for j in range(count):
+        fine[j] = 1
+    for c in range(1, columns.bias.size):
+        base, lower, upper = row[c], columns.lower[c], columns.upper[c]
+        if base + low[c] >= lower and base + high[c] <= upper:
+            continue
+        column = points[c, first:last]
+        for j in range(last - first):  # a loop without branches is vectorised
+            value = base + column[j]
+            fine[j] &= np.int64(value >= lower) & np.int64(value <= upper)
+        count = 0
+        for j in range(last - first):
+            count += fine[j]
     return count

@@ -1,8 +1,10 @@
-"""A combinatorial synthesis library: reactions, their R-groups, and lists of synthons; its products are never written out.
+"""A combinatorial synthesis library: reactions, their R-groups, and lists of synthons; its products are never written
+out.
 
-A product is one synthon per R-group of one reaction. A *leg* is a triple (reaction r, R-group g, synthon s); legs are numbered
-r-major, then g, then s, and everything that belongs to a leg (its embedding, its contributions, exact columns) is an array in that
-order. Counts of products are Python integers, because a library of four-component reactions exceeds int64.
+A product is one synthon per R-group of one reaction. A *leg* is a triple (reaction r, R-group g, synthon s); legs are
+numbered r-major, then g, then s, and everything that belongs to a leg (its embedding, its contributions, exact
+columns) is an array in that order. Counts of products are Python integers, because a library of four-component
+reactions exceeds int64.
 """
 
 import math
@@ -29,7 +31,8 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ProductBatch:
-    """Products by index: reaction `r` int32 [n], synthon within each R-group `s` int32 [n, 4], -1 where there is no R-group."""
+    """Products by index: reaction `r` int32 [n], synthon within each R-group `s` int32 [n, 4], -1 where there is no
+    R-group."""
 
     r: IntArray
     s: IntArray
@@ -60,7 +63,7 @@ class SynthonLibrary:
     synthon_ids: tuple[str, ...]
     columns: Mapping[str, FloatArray] = field(default_factory=dict)
 
-    # --- shape ---------------------------------------------------------------------------------------------------------------
+    # --- shape -------------------------------------------------------------------------------------------------------
 
     @property
     def n_reactions(self) -> int:
@@ -100,7 +103,7 @@ class SynthonLibrary:
             starts[r, : len(row)] = row
         return np.where(batch.s >= 0, starts[batch.r] + batch.s, -1).astype(np.int32)
 
-    # --- products ------------------------------------------------------------------------------------------------------------
+    # --- products ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _molecules(self) -> dict[int, Molecule]:
@@ -113,14 +116,17 @@ class SynthonLibrary:
         if not 0 <= r < self.n_reactions:
             raise FieldError("reaction", f"{r} given; the library has reactions 0 to {self.n_reactions - 1}")
         if len(s) != len(self.sizes[r]):
-            raise FieldError("synthons", f"{len(s)} given; reaction {self.reaction_ids[r]!r} has {len(self.sizes[r])} R-groups")
+            raise FieldError(
+                "synthons", f"{len(s)} given; reaction {self.reaction_ids[r]!r} has {len(self.sizes[r])} R-groups"
+            )
         for g, (synthon, size) in enumerate(zip(s, self.sizes[r])):
             if not 0 <= synthon < size:
                 raise FieldError(f"synthons[{g}]", f"{synthon} given; this R-group has synthons 0 to {size - 1}")
         return [self._leg(r, g, synthon) for g, synthon in enumerate(s)]
 
     def product_smiles(self, r: int, s: Sequence[int]) -> str:
-        """SMILES of one product. Raises FieldError for an index out of range, AssemblyError when the synthons do not join."""
+        """SMILES of one product. Raises FieldError for an index out of range, AssemblyError when the synthons do not
+        join."""
         from rdkit import Chem
 
         parts = []
@@ -132,7 +138,8 @@ class SynthonLibrary:
         return str(Chem.MolToSmiles(join(parts)))
 
     def products_smiles(self, batch: ProductBatch) -> list[str | None]:
-        """SMILES of many products, None where one does not assemble. Chunks run wherever `joblib.parallel_config` says."""
+        """SMILES of many products, None where one does not assemble. Chunks run wherever `joblib.parallel_config`
+        says."""
         from joblib import Parallel, delayed
 
         parts = self.synthon_smiles(batch)
@@ -165,16 +172,21 @@ class SynthonLibrary:
         if r is None:
             raise FieldError(field, f"product {name!r}: the library has no reaction {reaction!r}")
         if len(synthons) != len(self.sizes[r]):
-            raise FieldError(field, f"product {name!r}: reaction {reaction!r} has {len(self.sizes[r])} R-groups, not {len(synthons)}")
+            raise FieldError(
+                field, f"product {name!r}: reaction {reaction!r} has {len(self.sizes[r])} R-groups, not {len(synthons)}"
+            )
         for g, synthon in enumerate(synthons):
             if synthon not in self._synthon_index[r][g]:
-                raise FieldError(field, f"product {name!r}: R-group {g + 1} of reaction {reaction!r} has no synthon {synthon!r}")
+                raise FieldError(
+                    field, f"product {name!r}: R-group {g + 1} of reaction {reaction!r} has no synthon {synthon!r}"
+                )
         return r, tuple(self._synthon_index[r][g][synthon] for g, synthon in enumerate(synthons))
 
     def sample(self, n: int, seed: int, stratify: bool = True) -> ProductBatch:
         """`n` different products: the same number from every reaction (`stratify`) or uniform over all products.
 
-        A reaction with fewer products than its share gives all of them. Raises FieldError when the library has fewer than `n`.
+        A reaction with fewer products than its share gives all of them. Raises FieldError when the library has fewer
+        than `n`.
         """
         if not 1 <= n <= self.n_products:
             raise FieldError("n", f"{n} given; the library has {self.n_products} products, ask for 1 to that many")
@@ -196,9 +208,9 @@ class SynthonLibrary:
         total = sum(counts)
         groups = np.ones((len(reactions), MAX_RGROUPS), np.int64)
         missing = np.ones((len(reactions), MAX_RGROUPS), bool)
-        for row, r in enumerate(reactions):
-            groups[row, : len(self.sizes[r])] = self.sizes[r]
-            missing[row, : len(self.sizes[r])] = False
+        for i, r in enumerate(reactions):
+            groups[i, : len(self.sizes[r])] = self.sizes[r]
+            missing[i, : len(self.sizes[r])] = False
         if total <= 4 * n:  # rejection would be slow: shuffle all
             flat = np.argsort(streams.uniform("apex.sample.shuffle", shape=(total,)), kind="stable")[:n]
             ends = np.cumsum(counts)
@@ -208,11 +220,11 @@ class SynthonLibrary:
             for g in reversed(range(MAX_RGROUPS)):
                 flat, s[:, g] = np.divmod(flat, groups[row, g])
         else:
-            ends = np.cumsum([count / total for count in counts])
+            shares = np.cumsum([count / total for count in counts])
             row, s = np.empty(0, np.int64), np.empty((0, MAX_RGROUPS), np.int64)
             for attempt in range(1 << 30):
                 u = streams.uniform("apex.sample.draw", attempt, shape=(n - len(row), 1 + MAX_RGROUPS))
-                new = np.minimum(np.searchsorted(ends, u[:, 0], side="right"), len(reactions) - 1)
+                new = np.minimum(np.searchsorted(shares, u[:, 0], side="right"), len(reactions) - 1)
                 row = np.concatenate([row, new])
                 s = np.concatenate([s, (u[:, 1:] * groups[new]).astype(np.int64)])
                 keep = np.sort(np.unique(np.column_stack([row, s]), axis=0, return_index=True)[1])
@@ -222,13 +234,15 @@ class SynthonLibrary:
         s[missing[row]] = -1
         return ProductBatch(np.asarray(reactions, np.int32)[row], s.astype(np.int32))
 
-    # --- exact columns -------------------------------------------------------------------------------------------------------
+    # --- exact columns -----------------------------------------------------------------------------------------------
 
     def with_columns(self, name: str, leg_values: npt.ArrayLike) -> Self:
         """The library with one more exact additive column: `leg_values` [L], finite, in the order of the legs."""
         values = np.array(leg_values, dtype=np.float64)
         if values.shape != (self.n_legs,):
-            raise FieldError("leg_values", f"shape {list(values.shape)} given; the library has {self.n_legs} legs: [{self.n_legs}]")
+            raise FieldError(
+                "leg_values", f"shape {list(values.shape)} given; the library has {self.n_legs} legs: [{self.n_legs}]"
+            )
         if not np.isfinite(values).all():
             raise FieldError(f"leg_values[{int(np.argmin(np.isfinite(values)))}]", "not finite")
         if not name or name in self.columns:
@@ -237,22 +251,30 @@ class SynthonLibrary:
         return replace(self, columns={**self.columns, name: values})
 
     def with_weight(self, name: str = "mw") -> Self:
-        """With the molecular weight in g/mol as an exact column: a leg's weight is that of its synthon without the metals."""
+        """With the molecular weight in g/mol as an exact column: a leg's weight is that of its synthon without the
+        metals."""
         from rdkit import Chem
 
         metals = {a: Chem.GetPeriodicTable().GetAtomicWeight(a) for a in (92, 93, 94, 95)}
-        return self.with_columns(name, self._per_leg(lambda m: _molecular_weight(m) - sum(metals.get(a.GetAtomicNum(), 0.0) for a in m.GetAtoms())))
+        return self.with_columns(
+            name,
+            self._per_leg(
+                lambda m: _molecular_weight(m) - sum(metals.get(a.GetAtomicNum(), 0.0) for a in m.GetAtoms())
+            ),
+        )
 
     def with_heavy_atoms(self, name: str = "heavy_atoms") -> Self:
         """With the number of heavy atoms as an exact column."""
-        return self.with_columns(name, self._per_leg(lambda m: sum(a.GetAtomicNum() not in (92, 93, 94, 95) for a in m.GetAtoms())))
+        return self.with_columns(
+            name, self._per_leg(lambda m: sum(a.GetAtomicNum() not in (92, 93, 94, 95) for a in m.GetAtoms()))
+        )
 
     def _per_leg(self, value: Any) -> FloatArray:
         from rdkit import Chem
 
         return np.array([value(Chem.MolFromSmiles(smiles)) for smiles in self.smiles], np.float64)[self.leg_smiles]
 
-    # --- storage -------------------------------------------------------------------------------------------------------------
+    # --- storage -----------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
         """One safetensors blob; equal libraries give equal bytes."""
@@ -284,35 +306,41 @@ class SynthonLibrary:
             columns={name: state[f"column.{i}"] for i, name in enumerate(state["columns"])},
         )
 
-    # --- importers -----------------------------------------------------------------------------------------------------------
+    # --- importers ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_parquet(cls, reactions: Path, synthons: Path) -> Self:
-        """The layout of the paper's data: reactions (reaction_id, smarts), synthons (synthon_id, smiles, reaction_id, rgroup)."""
+    def from_parquet(cls, reactions: Path, synthons: Path, *, columns: Sequence[str] = ()) -> Self:
+        """The layout of the paper's data: reactions (reaction_id, smarts), synthons (synthon_id, smiles, reaction_id,
+        rgroup). `columns` are numeric columns of the synthons that become exact additive columns."""
         reaction_table = _read_parquet(reactions, "reactions", ("reaction_id", "smarts"))
-        table = _read_parquet(synthons, "synthons", ("reaction_id", "rgroup", "synthon_id", "smiles"))
-        return cls._from_rows(zip(*table), dict(zip(*reaction_table)))
+        table = _read_parquet(synthons, "synthons", ("reaction_id", "rgroup", "synthon_id", "smiles", *columns))
+        return cls._from_rows(zip(*table[:4]), dict(zip(*reaction_table)), dict(zip(columns, table[4:])))
 
     @classmethod
-    def from_tsv(cls, synthons: Path, reactions: Path | None = None) -> Self:
-        """Tab-separated text with a header: synthons (smiles, synthon_id, position, reaction_id), reactions (reaction_id, Reaction)."""
+    def from_tsv(cls, synthons: Path, reactions: Path | None = None, *, columns: Sequence[str] = ()) -> Self:
+        """Tab-separated text with a header: synthons (smiles, synthon_id, position, reaction_id), reactions
+        (reaction_id, Reaction). `columns` are numeric columns of the synthons that become exact additive columns."""
         smarts = None
         if reactions is not None:
             smarts = dict(zip(*_read_tsv(reactions, "reactions", ("reaction_id", "Reaction"))))
-        ids, positions, synthon_ids, smiles = _read_tsv(synthons, "synthons", ("reaction_id", "position", "synthon_id", "smiles"))
+        ids, positions, synthon_ids, smiles, *texts = _read_tsv(
+            synthons, "synthons", ("reaction_id", "position", "synthon_id", "smiles", *columns)
+        )
         rgroups = []
         for i, text in enumerate(positions):
             if not text.isascii() or not text.isdigit():
                 raise FieldError(f"synthons[{i}].position", f"{text!r} given; R-groups are numbered 1 to {MAX_RGROUPS}")
             rgroups.append(int(text))
-        return cls._from_rows(zip(ids, rgroups, synthon_ids, smiles), smarts)
+        numbers = {name: [_number(text, i, name) for i, text in enumerate(rows)] for name, rows in zip(columns, texts)}
+        return cls._from_rows(zip(ids, rgroups, synthon_ids, smiles), smarts, numbers)
 
     @classmethod
     def from_reagents(cls, smarts: str, lists: Sequence[Sequence[str]], *, reaction_id: str = "r1") -> Self:
         """One reaction SMARTS and the reagents (SMILES) of each of its 2 to 4 reactants, in the order of the reactants.
 
-        Reagents become synthons by the reaction itself, so products need no reaction any more. A reagent that matches in several
-        ways takes RDKit's first match. Ids are `R1-0`, `R1-1`, ... Raises FieldError (`smarts`, `lists[g][i]`).
+        Reagents become synthons by the reaction itself, so products need no reaction any more. A reagent that matches
+        in several ways takes RDKit's first match. Ids are `R1-0`, `R1-1`, ... Raises FieldError (`smarts`,
+        `lists[g][i]`).
         """
         from lyceum_apex.assembly import split_reaction, synthon_of
 
@@ -337,11 +365,17 @@ class SynthonLibrary:
         return cls._from_rows(recombine(fragment(smiles, n_max, seed)), None)
 
     @classmethod
-    def _from_rows(cls, rows: Iterable[tuple[str, int, str, str]], smarts: Mapping[str, str] | None) -> Self:
-        """Check rows (reaction id, R-group from 1, synthon id, SMILES) and number them.
+    def _from_rows(
+        cls,
+        rows: Iterable[tuple[str, int, str, str]],
+        smarts: Mapping[str, str] | None,
+        columns: Mapping[str, Sequence[float]] | None = None,
+    ) -> Self:
+        """Check rows (reaction id, R-group from 1, synthon id, SMILES) and number them; `columns` has one number a row.
 
-        Reactions are in the order of `smarts`, or of first appearance; synthons in the order of the rows. An id that an R-group
-        repeats with other SMILES gets `#2`, `#3`, ... so that product names stay unique; a row repeated as a whole is an error.
+        Reactions are in the order of `smarts`, or of first appearance; synthons in the order of the rows. An id that
+        an R-group repeats with other SMILES gets `#2`, `#3`, ... so that product names stay unique; a row repeated as
+        a whole is an error.
         """
         groups: dict[str, dict[int, _RGroup]] = {reaction: {} for reaction in smarts or ()}
         distinct: dict[str, int] = {}
@@ -350,13 +384,17 @@ class SynthonLibrary:
             where = f"synthons[{i}]"
             for column, text in (("reaction_id", reaction), ("synthon_id", synthon_id)):
                 if not text or _SEPARATOR in text or not text.isprintable():
-                    raise FieldError(f"{where}.{column}", f"{text!r} given; an id is printable, not empty and without '{_SEPARATOR}'")
+                    raise FieldError(
+                        f"{where}.{column}", f"{text!r} given; an id is printable, not empty and without '{_SEPARATOR}'"
+                    )
             if reaction not in groups:
                 if smarts is not None:
                     raise FieldError(f"{where}.reaction_id", f"{reaction!r} is not among the reactions")
                 groups[reaction] = {}
             if not 1 <= number <= MAX_RGROUPS:
-                raise FieldError(f"{where}.rgroup", f"{number} given; a reaction has 2 to {MAX_RGROUPS} R-groups, numbered from 1")
+                raise FieldError(
+                    f"{where}.rgroup", f"{number} given; a reaction has 2 to {MAX_RGROUPS} R-groups, numbered from 1"
+                )
             key = distinct.setdefault(smiles, len(distinct))
             if key == len(joints):
                 joints.append(attachments(parse_synthon(smiles, f"{where}.smiles"), f"{where}.smiles"))
@@ -364,16 +402,17 @@ class SynthonLibrary:
             if joints[key] != group.joints:
                 raise FieldError(
                     f"{where}.smiles",
-                    f"{smiles!r} has joints {describe(joints[key])}, R-group {number} of reaction {reaction!r} has {describe(group.joints)}",
+                    f"{smiles!r} has joints {describe(joints[key])}, "
+                    f"R-group {number} of reaction {reaction!r} has {describe(group.joints)}",
                 )
-            group.add(synthon_id, key, where)
+            group.add(synthon_id, key, i)
         if not groups:
             raise FieldError("synthons", "no rows; a library needs at least one reaction")
         for k, (reaction, by_number) in enumerate(groups.items()):
             _check_reaction(f"reactions[{k}]", reaction, by_number)
         ordered = {reaction: [by_number[g] for g in sorted(by_number)] for reaction, by_number in groups.items()}
         legs = [group for row in ordered.values() for group in row]
-        return cls(
+        library = cls(
             reaction_ids=tuple(ordered),
             smarts=tuple((smarts or {}).get(reaction, "") for reaction in ordered),
             sizes=[[len(group.smiles) for group in row] for row in ordered.values()],
@@ -381,6 +420,10 @@ class SynthonLibrary:
             leg_smiles=np.array([key for group in legs for key in group.smiles], np.int32),
             synthon_ids=tuple(name for group in legs for name in group.ids),
         )
+        order = [row for group in legs for row in group.rows]
+        for name, numbers in (columns or {}).items():
+            library = library.with_columns(name, np.asarray(numbers, np.float64)[order])
+        return library
 
 
 class _RGroup:
@@ -390,12 +433,14 @@ class _RGroup:
         self.joints = joints
         self.ids: dict[str, None] = {}
         self.smiles: list[int] = []
-        self._rows: set[tuple[str, int]] = set()
+        self.rows: list[int] = []
+        self._seen: set[tuple[str, int]] = set()
 
-    def add(self, synthon_id: str, key: int, where: str) -> None:
-        if (synthon_id, key) in self._rows:
-            raise FieldError(where, f"synthon {synthon_id!r} is repeated in its R-group; list it once")
-        self._rows.add((synthon_id, key))
+    def add(self, synthon_id: str, key: int, row: int) -> None:
+        if (synthon_id, key) in self._seen:
+            raise FieldError(f"synthons[{row}]", f"synthon {synthon_id!r} is repeated in its R-group; list it once")
+        self._seen.add((synthon_id, key))
+        self.rows.append(row)
         name, copy = synthon_id, 1
         while name in self.ids:
             copy += 1
@@ -421,15 +466,19 @@ def _check_reaction(where: str, reaction: str, groups: Mapping[int, _RGroup]) ->
     for metal, pair in ends.items():
         if len(pair) != 2 or pair[0][1] != pair[1][1]:
             text = "; ".join(f"R-group {number} {order.lower()}" for number, order in pair)
-            raise FieldError(where, f"reaction {reaction!r}: {metal} must occur in two R-groups with one bond order, found {text}")
+            raise FieldError(
+                where, f"reaction {reaction!r}: {metal} must occur in two R-groups with one bond order, found {text}"
+            )
     if joined != set(groups):
-        raise FieldError(where, f"reaction {reaction!r}: R-groups {sorted(set(groups) - joined)} are not joined to R-group 1")
+        raise FieldError(
+            where, f"reaction {reaction!r}: R-groups {sorted(set(groups) - joined)} are not joined to R-group 1"
+        )
 
 
 def _molecular_weight(molecule: Molecule) -> float:
     from rdkit.Chem import Descriptors
 
-    return float(Descriptors.MolWt(molecule))
+    return float(Descriptors.MolWt(molecule))  # type: ignore[attr-defined]  # defined when RDKit is imported
 
 
 def _read_tsv(path: Path, table: str, names: Sequence[str]) -> list[list[str]]:
@@ -452,6 +501,13 @@ def _read_tsv(path: Path, table: str, names: Sequence[str]) -> list[list[str]]:
     return columns
 
 
+def _number(text: str, row: int, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise FieldError(f"synthons[{row}].{name}", f"{text!r} is not a number") from error
+
+
 def _read_parquet(path: Path, table: str, names: Sequence[str]) -> list[list[Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -466,7 +522,8 @@ def _read_parquet(path: Path, table: str, names: Sequence[str]) -> list[list[Any
     data = pq.read_table(path, columns=list(names))
     columns = []
     for name in names:
-        target = pa.int64() if name == "rgroup" else pa.string()
+        texts = ("reaction_id", "synthon_id", "smiles", "smarts")
+        target = pa.int64() if name == "rgroup" else pa.string() if name in texts else pa.float64()
         try:
             column = data[name].cast(target)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

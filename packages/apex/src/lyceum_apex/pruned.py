@@ -1,7 +1,7 @@
 """Exact top-k by branch and bound over tuples of blocks.
 
 A tuple holds one tree node for every R-group and stands for all products below it; its bound is the best rank key any
-of them could have.  Tuples of all reactions wait in one list.  A round takes the most promising eighth, whose worst
+of them could have.  Tuples of all reactions wait in one list.  A round takes the most promising quarter, whose worst
 bound is the *horizon*, and explores below them in parallel as far as the horizon; what lies beyond returns to the
 list.  Products found raise the threshold (the k-th best key so far), tuples that cannot beat it are dropped, and when
 none is left the k best are exact. Feasibility needs no phase of its own: the violation is the first part of the key,
@@ -21,7 +21,7 @@ from lyceum_apex.kernels import Columns, Lane, Threshold, bound_tuples, explore
 from lyceum_apex.lanes import LANE_WORK, LANES, Tick, make_lane
 from lyceum_apex.topk import Key, TopK, smallest
 
-_MAX_DEALT = 1 << 16
+_LEAST_DEALT, _MAX_DEALT = 32, 1 << 16
 _MAX_PENDING = 1 << 21  # 75 MB; beyond it a round explores depth first and puts nothing off
 
 
@@ -49,7 +49,8 @@ def iter_pruned(
         keep[best] = False
         rest, rest_key = [tuples[keep]], [key[keep]]
         run = _explorer(forest, columns, top.threshold, horizon)
-        for lane, (left, found, put_off, evaluated, scanned) in zip(lanes, pool.map(run, lanes, stacked), strict=True):
+        busy = lanes[: len(best)]
+        for lane, (left, found, put_off, evaluated, scanned) in zip(busy, pool.map(run, busy, stacked)):
             top.add(lane.key[:found], lane.product[:found])
             rest += [lane.stack[:left], lane.put_off[:put_off]]
             rest_key += [lane.stack_key[:left], lane.put_off_key[:put_off]]
@@ -59,15 +60,14 @@ def iter_pruned(
 
 
 def _deal(pending: int) -> int:
-    return min(max(pending // 8, 1), _MAX_DEALT)
+    """A quarter of what is pending; of a short list up to half, since a round has a price of its own."""
+    return min(max(pending // 4, min(_LEAST_DEALT, (pending + 1) // 2)), _MAX_DEALT)
 
 
 def _explorer(
     forest: Forest, columns: Columns, threshold: Threshold, horizon: NDArray[np.float64]
 ) -> Callable[[Lane, int], tuple[int, int, int, int, int]]:
     def run(lane: Lane, stacked: int) -> tuple[int, int, int, int, int]:
-        if stacked == 0:
-            return 0, 0, 0, 0, 0
         result: tuple[int, int, int, int, int] = explore(
             forest, columns, threshold, horizon, lane, stacked, LANE_WORK, MAX_TUPLE
         )

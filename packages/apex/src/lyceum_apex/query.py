@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite, isnan
+from math import isnan
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lyceum_apex.contributions import ContributionTable, score
+from lyceum_apex.contributions import MAX_MAGNITUDE, ContributionTable, score
 from lyceum_apex.errors import FieldError
 
 Bounds = tuple[float | None, float | None]
@@ -55,8 +55,10 @@ class Query:
         if not self.weights:
             raise QueryError("objective", "is empty; name a property or give at least one weight")
         for name, weight in self.weights.items():
-            if not isfinite(weight):
-                raise QueryError(f"objective[{name}]", f"weight {weight}; a weight is a finite number")
+            if not abs(weight) <= MAX_MAGNITUDE:
+                raise QueryError(
+                    f"objective[{name}]", f"weight {weight}; a weight is at most {MAX_MAGNITUDE:g} in size"
+                )
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise QueryError("k", f"{self.k!r}; k is an integer of at least 1")
         if self.engine not in ("pruned", "brute"):
@@ -76,6 +78,8 @@ def check_constraints(constraints: Mapping[str, Bounds]) -> None:
         for end, bound in (("lower", lower), ("upper", upper)):
             if bound is not None and isnan(bound):
                 raise QueryError(f"constraints[{name}].{end}", "is NaN; give a number or leave the end open")
+            if bound is not None and MAX_MAGNITUDE < abs(bound) < np.inf:
+                raise QueryError(f"constraints[{name}].{end}", f"{bound}; beyond {MAX_MAGNITUDE:g} leave the end open")
         if lower is not None and upper is not None and lower > upper:
             raise QueryError(f"constraints[{name}].lower", f"{lower} is above the upper bound {upper}; swap the bounds")
         if lower == np.inf:

@@ -1,9 +1,10 @@
 """Ridge regression with an unpenalised intercept, and its leave-one-out predictions in closed form.
 
-Columns are centred and divided by one common standard deviation per batch. With the intercept unpenalised, centring within each fold
-is then implied exactly, and leave-one-out residuals are ordinary residuals over 1 - h_i, where h is the diagonal of the hat matrix
-H = 1/n + X (X'X + eps I)^-1 X' (the PRESS identity: Allen, Technometrics 16 (1974) 125; Golub, Heath, Wahba, Technometrics 21 (1979)
-215). Scaling within each fold, as in the authors' code, has no such form; the common scale differs from it by O(1/n).
+Columns are centred and divided by one common standard deviation per batch. With the intercept unpenalised, centring
+within each fold is then implied exactly, and leave-one-out residuals are ordinary residuals over 1 - h_i, where h is
+the diagonal of the hat matrix H = 1/n + X (X'X + eps I)^-1 X' (the PRESS identity: Allen, Technometrics 16 (1974)
+125; Golub, Heath, Wahba, Technometrics 21 (1979) 215). Scaling within each fold, as in the authors' code, has no such
+form; the common scale differs from it by O(1/n).
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOut:
-    """`loss`: mean over properties of mean_i (y_i - prediction without i)^2 / var(y). `beta` [P, d], `bias` [P]: the mean of the n
-    leave-one-out solutions in the units of the data."""
+    """`loss`: mean over properties of mean_i (y_i - prediction without i)^2 / var(y). `beta` [P, d], `bias` [P]: the
+    mean of the n leave-one-out solutions in the units of the data."""
 
     loss: torch.Tensor
     predictions: torch.Tensor
@@ -27,7 +28,8 @@ class LeaveOneOut:
 
 
 def leave_one_out(x: torch.Tensor, y: torch.Tensor, eps: float = 1.0) -> LeaveOneOut:
-    """Leave-one-out ridge of `y` [n, P] on `x` [n, d]; differentiable in both. A constant column of either counts as scale 1."""
+    """Leave-one-out ridge of `y` [n, P] on `x` [n, d]; differentiable in both. A constant column of either counts as
+    scale 1."""
     n, d = x.shape
     x_mean, y_mean = x.mean(0), y.mean(0)
     x_std, y_std = _scale(x), _scale(y)
@@ -54,7 +56,8 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def fit(x: npt.ArrayLike, y: npt.ArrayLike, eps: float = 1.0) -> tuple[FloatArray, FloatArray]:
-    """Ridge in float64: slopes [P, d] and intercepts [P] in the units of the data, penalty `eps` on standardised columns."""
+    """Ridge in float64: slopes [P, d] and intercepts [P] in the units of the data, penalty `eps` on standardised
+    columns."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     x_mean, y_mean = x.mean(0), y.mean(0)
     x_std = x.std(0, ddof=1)

@@ -1,9 +1,9 @@
 """The surrogate: f_i(x) = b_i + beta_i . e(x), linear probes on one encoder shared by all properties.
 
-Source: Pedawi et al., "APEX", arXiv 2510.24380, section 3. The encoder is trained so that ridge regression inside every batch predicts
-each row from the others (leave-one-out, `lyceum_apex.ridge`); Gaussian noise of scale 1 on the embeddings keeps their scale from
-collapsing and prepares the probes for the factoriser's error. Because f is linear in e, whatever writes e(x) as a sum over synthons
-writes every property as such a sum: `lyceum_apex.factorizer`.
+Source: Pedawi et al., "APEX", arXiv 2510.24380, section 3. The encoder is trained so that ridge regression inside
+every batch predicts each row from the others (leave-one-out, `lyceum_apex.ridge`); Gaussian noise of scale 1 on the
+embeddings keeps their scale from collapsing and prepares the probes for the factoriser's error. Because f is linear
+in e, whatever writes e(x) as a sum over synthons writes every property as such a sum: `lyceum_apex.factorizer`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,17 @@ from lyceum_apex import ridge
 from lyceum_apex.encoders import WIDTH, Encoder, Features, featurise, initialise, make_encoder
 from lyceum_apex.errors import FieldError
 from lyceum_apex.training import descend, load_weights, one_thread, weights
-from lyceum_base import Checkpoint, ShouldStop, State, Stopped, Streams, decode_state, encode_state, run_to_end, sha256_arrays
+from lyceum_base import (
+    Checkpoint,
+    ShouldStop,
+    State,
+    Stopped,
+    Streams,
+    decode_state,
+    encode_state,
+    run_to_end,
+    sha256_arrays,
+)
 
 BATCH = 200  # [paper]
 NOISE = 1.0  # [paper][repo]
@@ -39,8 +49,8 @@ FloatArray = npt.NDArray[np.float64]
 class Probe:
     """One property as a linear function of the embedding: bias + beta . e.
 
-    `scale` is the property's standard deviation in training (sigma), `mean` its mean, `r2` the R2 on rows held out of the fit;
-    `encoder` is the fingerprint of the encoder it belongs to.
+    `scale` is the property's standard deviation in training (sigma), `mean` its mean, `r2` the R2 on rows held out of
+    the fit; `encoder` is the fingerprint of the encoder it belongs to.
     """
 
     name: str
@@ -82,10 +92,13 @@ class Surrogate:
     def predict(self, smiles: Sequence[str]) -> FloatArray:
         """Properties [n, P] in the order of `names`."""
         beta = np.stack([probe.beta for probe in self.probes])
-        return self.embed(smiles).astype(np.float64) @ beta.T + np.array([probe.bias for probe in self.probes])
+        values: FloatArray = self.embed(smiles).astype(np.float64) @ beta.T
+        values += np.array([probe.bias for probe in self.probes])
+        return values
 
     def add_probe(self, name: str, smiles: Sequence[str], y: npt.ArrayLike, *, seed: int = 0) -> Self:
-        """A surrogate with one more property, fitted by ridge on the frozen embedding. A tenth of the rows is held out for its R2."""
+        """A surrogate with one more property, fitted by ridge on the frozen embedding. A tenth of the rows is held
+        out for its R2."""
         if name in self.names:
             raise FieldError("property", f"{name!r} is there already")
         values = check_table(smiles, y, [name])
@@ -93,7 +106,7 @@ class Surrogate:
         (probe,) = _probes(self.embed(smiles), values, [name], train, held, seed, self.fingerprint)
         return replace(self, probes=(*self.probes, probe))
 
-    # --- training ------------------------------------------------------------------------------------------------------------
+    # --- training ----------------------------------------------------------------------------------------------------
 
     @classmethod
     def iter_fit(
@@ -110,9 +123,10 @@ class Surrogate:
     ) -> Iterator[Checkpoint]:
         """Train on molecules and their properties `y` [n, P]; the last state is read by `from_state`.
 
-        `ecfp` is a perceptron on Morgan counts, `mpnn` the paper's message-passing network, about 20 times slower on a CPU. `steps`
-        defaults to 1,000 and 3,000. A tenth of the rows is held out; the final probes are one float64 ridge on up to 50,000 of the
-        others. Stages: featurise, train, refit. Raises FieldError (`smiles[i]`, `y`, `names`, `encoder`, `steps`), Stopped.
+        `ecfp` is a perceptron on Morgan counts, `mpnn` the paper's message-passing network, about 20 times slower on
+        a CPU. `steps` defaults to 500 and 3,000. A tenth of the rows is held out; the final probes are one float64
+        ridge on up to 50,000 of the others. Stages: featurise, train, refit. Raises FieldError (`smiles[i]`, `y`,
+        `names`, `encoder`, `steps`), Stopped.
         """
         values = check_table(smiles, y, names)
         network = make_encoder(encoder)
@@ -137,7 +151,9 @@ class Surrogate:
         def loss_at(step: int) -> torch.Tensor:
             rows = batches.at(step)
             embedding = network(features.take(rows))
-            noise = torch.from_numpy(streams.normal("apex.surrogate.noise", step, shape=tuple(embedding.shape)).astype(np.float32))
+            noise = torch.from_numpy(
+                streams.normal("apex.surrogate.noise", step, shape=tuple(embedding.shape)).astype(np.float32)
+            )
             result = ridge.leave_one_out(embedding + NOISE * noise, targets[torch.from_numpy(rows)], PROBE_EPS)
             for key, value in (("beta", result.beta), ("bias", result.bias.detach())):
                 running[key] = value if key not in running else NEWEST * value + (1.0 - NEWEST) * running[key]
@@ -174,7 +190,7 @@ class Surrogate:
         """`iter_fit` run to its end."""
         return cls.from_state(run_to_end(cls.iter_fit(smiles, y, names, encoder=encoder, steps=steps, seed=seed)))
 
-    # --- storage -------------------------------------------------------------------------------------------------------------
+    # --- storage -----------------------------------------------------------------------------------------------------
 
     def to_state(self) -> dict[str, Any]:
         return {
@@ -208,26 +224,36 @@ class Surrogate:
 
 
 def check_table(smiles: Sequence[str], y: npt.ArrayLike, names: Sequence[str]) -> FloatArray:
-    """`y` as float64 [n, P]. Raises FieldError for a wrong shape, a number that is not finite, or a property without variation."""
+    """`y` as float64 [n, P]. Raises FieldError for a wrong shape, a number that is not finite, or a property without
+    variation."""
     values = np.asarray(y, np.float64)
     if values.ndim == 1:
         values = values[:, None]
     if not names or len(set(names)) != len(names) or not all(names):
         raise FieldError("names", f"{list(names)} given; at least one name, all different and not empty")
     if values.shape != (len(smiles), len(names)):
-        raise FieldError("y", f"shape {list(values.shape)} given; {len(smiles)} molecules and {len(names)} names need [{len(smiles)}, {len(names)}]")
+        raise FieldError(
+            "y",
+            f"shape {list(values.shape)} given; [{len(smiles)}, {len(names)}] expected (molecules, names)",
+        )
     if len(smiles) < _MIN_ROWS:
         raise FieldError("smiles", f"{len(smiles)} molecules given; at least {_MIN_ROWS} are needed")
     bad = np.argwhere(~np.isfinite(values))
     if len(bad):
-        raise FieldError(f"y[{bad[0][0]}]", f"{names[bad[0][1]]} is {values[tuple(bad[0])]}; every value must be finite")
+        raise FieldError(
+            f"y[{bad[0][0]}]", f"{names[bad[0][1]]} is {values[tuple(bad[0])]}; every value must be finite"
+        )
     constant = np.flatnonzero(values.min(0) == values.max(0))
     if len(constant):
-        raise FieldError(f"names[{constant[0]}]", f"{names[constant[0]]} has the same value in every row; there is nothing to learn")
+        raise FieldError(
+            f"names[{constant[0]}]", f"{names[constant[0]]} has the same value in every row; there is nothing to learn"
+        )
     return values
 
 
-def embed_features(encoder: Encoder, features: Features, should_stop: ShouldStop | None = None) -> npt.NDArray[np.float32]:
+def embed_features(
+    encoder: Encoder, features: Features, should_stop: ShouldStop | None = None
+) -> npt.NDArray[np.float32]:
     """Embeddings [n, 64] of featurised molecules."""
     result = np.empty((len(features), WIDTH), np.float32)
     for first in range(0, len(features), _EMBED_CHUNK):
@@ -240,7 +266,8 @@ def embed_features(encoder: Encoder, features: Features, should_stop: ShouldStop
 
 
 class _Batches:
-    """Rows of batch t: epoch after epoch in an order keyed by the epoch; what does not fill a batch is left for other epochs."""
+    """Rows of batch t: epoch after epoch in an order keyed by the epoch; what does not fill a batch is left for other
+    epochs."""
 
     def __init__(self, rows: npt.NDArray[np.int64], streams: Streams) -> None:
         self._rows, self._streams = rows, streams

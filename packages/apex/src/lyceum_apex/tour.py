@@ -1,7 +1,7 @@
 """The tour: the 1,000 best log P under MW and TPSA limits among 990,829 products, checked against RDKit.
 
-Everything but the checking labels goes over gRPC: import the library, train a surrogate on 4,000 labelled products, factorise it,
-search all products, and compare with the truth on a random part of the library that the surrogate has not seen chosen.
+Everything but the checking labels goes over gRPC: import the library, train a surrogate on 4,000 labelled products,
+factorise it, search all products, and compare with the truth on a random part of the library.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,7 @@ def run(client: Client, report: Callable[[str, str], None]) -> TourResult:
     )
     surrogate = client.wait(apex.TrainSurrogate(training), apex_pb2.Surrogate)
     report("index", "factorising the surrogate over all synthons")
-    building = apex_pb2.BuildIndexRequest(
-        parent=library.name, surrogate=surrogate.name, seed=common_pb2.Seed(value=1)
-    )
+    building = apex_pb2.BuildIndexRequest(parent=library.name, surrogate=surrogate.name, seed=common_pb2.Seed(value=1))
     index = client.wait(apex.BuildIndex(building), apex_pb2.Index)
     constraints = [apex_pb2.Constraint(property="exact_mw", upper=MW), apex_pb2.Constraint(property="tpsa", upper=TPSA)]
     query = apex_pb2.Query(objective=[apex_pb2.ObjectiveTerm(property="logp")], constraints=constraints, k=K)
@@ -61,11 +59,17 @@ def run(client: Client, report: Callable[[str, str], None]) -> TourResult:
             f"{truth.hit_mean:.2f} by RDKit, {truth.random_mean:.2f} for random products"
         ),
         rows=[
-            ("library", f"{library.reaction_count} reactions, {library.synthon_count:,} synthons, {int(library.product_count):,} products"),
+            (
+                "library",
+                f"{library.reaction_count} reactions, {library.synthon_count:,} synthons, {library.product_count} products",
+            ),
             ("surrogate, held-out R2", ", ".join(f"{name} {value:.3f}" for name, value in held_out.items())),
             ("index against surrogate, R2", ", ".join(f"{name} {value:.3f}" for name, value in fidelity.items())),
             ("products within the limits", f"{int(count.count):,} ({count.fraction:.1%}), counted exactly"),
-            ("time of the query", f"{summary.search_seconds * 1000:.0f} ms, and {summary.assembly_seconds:.1f} s for the SMILES"),
+            (
+                "time of the query",
+                f"{summary.search_seconds * 1000:.0f} ms, and {summary.assembly_seconds:.1f} s for the SMILES",
+            ),
             ("products touched", f"{touched:.2%}"),
             ("best hit", f"{best.smiles} (predicted log P {best.predictions['logp']:.2f})"),
             ("hits within the limits by RDKit", f"{truth.hits_feasible:.1%}"),

@@ -1,7 +1,8 @@
 """One resumable descent for both networks: Adam, cosine decay of the step size, checkpoints by counted steps.
 
-What happens at step t depends on the seed and t alone (keyed streams), so a run resumed from any state equals an uninterrupted one
-byte for byte. Steps run on one torch thread: the networks are small, and sums then do not depend on the number of cores.
+What happens at step t depends on the seed and t alone (keyed streams), so a run resumed from any state equals an
+uninterrupted one byte for byte. Steps run on one torch thread: the networks are small, and sums then do not depend on
+the number of cores.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import nn
 
 from lyceum_base import Checkpoint, ShouldStop, State, Stopped
 
+CLIP = 1.0  # largest gradient norm [choice]
 _TICK_SECONDS = 0.5
 
 
@@ -41,9 +43,11 @@ def descend(
     resume: State | None,
     should_stop: ShouldStop | None,
 ) -> Iterator[Checkpoint]:
-    """Minimise `loss_at(step)` over `module`'s parameters. Yields a state every `state_every` steps and ticks in between.
+    """Minimise `loss_at(step)` over `module`'s parameters. Yields a state every `state_every` steps and ticks in
+    between.
 
-    A state holds parameters (`weights.*`), Adam's moments (`adam.*`), the step and whatever `extra()` adds. Raises Stopped.
+    A state holds parameters (`weights.*`), Adam's moments (`adam.*`), the step and whatever `extra()` adds. Raises
+    Stopped.
     """
     adam = _Adam(module)
     first = 0
@@ -93,6 +97,7 @@ class _Adam:
     def update(self, step: int, learning_rate: float) -> None:
         """One step, counted from 0, along the gradient that backward() has left; clears it."""
         (beta1, beta2), gradient = self._betas, self._gradient
+        gradient.mul_(CLIP / gradient.norm().clamp_min(CLIP))
         self.mean.lerp_(gradient, 1.0 - beta1)
         self.square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         spread = (self.square / (1.0 - beta2 ** (step + 1))).sqrt_().add_(self._eps)

@@ -127,8 +127,7 @@ def _call(
         emit(server.to_json(response), pretty=not as_json and not rpc.gives_stream)
         if rpc.is_long and not as_json:
             name = server.to_json(response)["name"]
-            where = f" --target {server.target}" if server.name == "" else f" --service {server.name}"
-            note(f"long work: `lyceum ops wait {name}{where}` follows it, or call with --wait")
+            note(f"long work; `lyceum ops wait {name} {server.options_here}` follows it, or call with --wait")
 
 
 def _list_rpcs(server: "Server", service: "ServiceDescriptor", as_json: bool) -> None:

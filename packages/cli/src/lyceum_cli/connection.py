@@ -74,6 +74,6 @@ def connect(name: str, target: str | None) -> Iterator["Server"]:
     address = target or address_of(entry_of(name))
     channel = open_channel(address)
     try:
-        yield Server(channel, address, name)
+        yield Server(channel, address, name, f"--target {target}" if target else f"--service {name}")
     finally:
         channel.close()

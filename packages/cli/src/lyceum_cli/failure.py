@@ -122,6 +122,5 @@ def _hint(status: status_pb2.Status) -> str:
         code_pb2.INVALID_ARGUMENT: "`--describe` shows what the request may hold",
         code_pb2.DEADLINE_EXCEEDED: "give it longer with --timeout",
         code_pb2.UNAVAILABLE: "try again; `lyceum health` tells what is serving",
-        code_pb2.INTERNAL: "the server's log has the reason",
     }
     return hints.get(status.code, "")

@@ -50,7 +50,7 @@ def list_operations(
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for server in _servers(service, target):
         for operation in _pages(server, filter_text, limit):
-            found.setdefault(operation["name"], (server.name, operation))
+            found.setdefault(operation["name"], (server.name or server.target, operation))
     shown = list(found.values())[:limit]
     if as_json:
         emit({"operations": [operation for _, operation in shown]})
@@ -127,7 +127,7 @@ def follow(server: "Server", operation: "Message", *, quiet: bool, timeout: floa
             for state in states(server, operation, timeout=timeout):
                 show(server.to_json(state))
     except KeyboardInterrupt:
-        note(f"{_name(operation)} goes on; `lyceum ops wait {_name(operation)}` follows it again")
+        note(f"{_name(operation)} goes on; `lyceum ops wait {_name(operation)} {server.options_here}` follows it again")
         raise
     return result_of(server, state)
 

@@ -77,12 +77,16 @@ class _Deadline(grpc.StreamStreamClientInterceptor):
 
 
 class Server:
-    """A connected server, known by reflection. `name` is the service's short name, for hints; it may be empty."""
+    """A connected server, known by reflection.
 
-    def __init__(self, channel: grpc.Channel, target: str, name: str = "") -> None:
+    `name` is the service's short name, for hints, and may be empty; `options` are those of `lyceum ops` that lead here.
+    """
+
+    def __init__(self, channel: grpc.Channel, target: str, name: str, options: str) -> None:
         self.channel = channel
         self.target = target
         self.name = name
+        self.options_here = options
         self._database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, _Deadline()))
         self._pool = descriptor_pool.DescriptorPool(cast(Any, self._database))
 

@@ -4,6 +4,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at traces: which service did 
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
 _PIPE_WIDTH = 120
+_RUN = 3
 _BAR_WIDTH = (16, 60)
 
 
@@ -53,6 +55,7 @@ def show(
     trace: Annotated[
         str, typer.Argument(metavar="ID", help="Trace id, or the beginning of one.", autocompletion=complete_trace)
     ],
+    everything: Annotated[bool, typer.Option("--all", help="Draw repeated calls too, each on its own line.")] = False,
     as_json: Json = False,
 ) -> None:
     """Draw a trace as a waterfall: a bar for each span, under its parent."""
@@ -67,7 +70,7 @@ def show(
     if as_json:
         emit({"trace_id": spans[0].trace_id, "missing_parents": missing, "spans": [span_json(span) for span in spans]})
         return
-    _draw(spans)
+    _draw(spans if everything else _folded(spans))
     if missing:
         note(f"{len(missing)} spans have a parent that has not ended or was not exported", style="yellow")
 
@@ -144,6 +147,36 @@ def _draw(spans: "Sequence[Span]") -> None:
     render(grid, console)
 
 
+def _folded(spans: "Sequence[Span]") -> "list[Span]":
+    """The spans with long runs of the same call under one parent shortened: the first `_RUN`, then one for the rest.
+
+    A span that stands for others has the name `... N more <name>`, and reaches from the first one's start to the last
+    one's end; what is below the others is left out.
+    """
+    from dataclasses import replace
+
+    children: dict[str | None, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        children[span.parent_id].append(span)
+    dropped: set[str] = set()
+    stand_ins: dict[str, Span] = {}
+    for siblings in children.values():
+        for _, run in groupby(siblings, key=lambda span: (span.name, span.service, span.status)):
+            rest = list(run)[_RUN:]
+            if len(rest) > 1:
+                name = f"... {len(rest)} more {rest[0].name}"
+                stand_ins[rest[0].span_id] = replace(rest[0], name=name, end_ns=max(span.end_ns for span in rest))
+                dropped.update(span.span_id for span in rest[1:])
+                dropped.update(span.span_id for span in children[rest[0].span_id])
+    kept = []
+    for span in sorted(spans, key=lambda span: span.start_ns):  # a parent begins before its children
+        if span.parent_id in dropped or span.span_id in dropped:
+            dropped.add(span.span_id)
+        else:
+            kept.append(stand_ins.get(span.span_id, span))
+    return kept
+
+
 def _reason(span: "Span") -> str:
     """Why a span failed, in one word."""
     return str(span.attributes.get("error.type") or span.attributes.get("rpc.response.status_code") or "error")
@@ -171,11 +204,10 @@ def _tree(spans: "Sequence[Span]") -> "list[tuple[str, Span]]":
 def _bar(span: "Span", begin: int, end: int, width: int, colour: str) -> "Text":
     from rich.text import Text
 
-    scale = width / max(end - begin, 1)
-    start = min(int((span.start_ns - begin) * scale), width - 1)
-    length = max(1, min(round((span.end_ns - span.start_ns) * scale), width - start))
-    short = (span.end_ns - span.start_ns) * scale < 0.5
-    return Text(" " * start + ("▏" if short else "█" * length), style=colour)
+    total = max(end - begin, 1)
+    start = min((span.start_ns - begin) * width // total, width - 1)
+    length = min(round((span.end_ns - span.start_ns) * width / total), width - start)
+    return Text(" " * start + ("█" * length or "▏"), style=colour)
 
 
 def _took(span: "Span") -> str:

@@ -29,7 +29,8 @@ from lyceum_runtime.settings import Settings
 DEFAULT_MEDIA_TYPE = "application/octet-stream"
 DEFAULT_GRACE = timedelta(days=7)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SWEEP_BATCH = 500
+_STAGING_SECONDS = 3600.0
+"""A temporary file to which nothing was written for so long belongs to no upload any more."""
 
 _artifacts = sa.Table(
     "artifacts",
@@ -91,7 +92,7 @@ class ArtifactStore:
         return Artifacts(self, tenant, owner)
 
     def uri(self, sha256: str) -> str:
-        """Where a blob lies: its URL, or its resource name if the store is local, whose paths are the server's affair."""
+        """Where a blob lies: its URL, or its resource name if the store is local: paths are the server's affair."""
         return f"artifacts/{sha256}" if self.blobs.local is not None else f"{self._url}/{_key(sha256)}"
 
     def gc(self, grace: timedelta = DEFAULT_GRACE) -> Swept:
@@ -115,7 +116,7 @@ class ArtifactStore:
                 self.blobs.delete(stored.key)  # inside the transaction: a put of it waits and then finds it missing
             blobs += 1
             size += stored.size_bytes
-        self.blobs.sweep_staging(grace.total_seconds())
+        self.blobs.sweep_staging(max(grace.total_seconds(), _STAGING_SECONDS))
         return Swept(artifacts, blobs, size)
 
 

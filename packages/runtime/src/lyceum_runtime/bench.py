@@ -108,7 +108,8 @@ async def _rounds(targets: Mapping[str, str], request: bytes, sizes: Sizes) -> l
         calls: dict[str, Callable[[bytes], Any]] = {}
         for kind, target in targets.items():
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(target))
-            calls[kind] = channel.unary_unary(f"/{ENTRY.service}/Echo")  # bytes: the client's own cost stays out
+            call: Any = channel.unary_unary(f"/{ENTRY.service}/Echo")  # on bytes: the client's own cost stays out
+            calls[kind] = call
         for call in calls.values():  # connections, lazy imports, compiled rules
             await asyncio.gather(*(call(request) for _ in range(CLIENTS)))
             for _ in range(20):
@@ -252,8 +253,9 @@ async def _serve(kind: str) -> None:
 
     settings = load_settings()
     if kind == "bare":
+        behaviour: Any = _echo_on_loop
         handler = grpc.unary_unary_rpc_method_handler(
-            _echo_on_loop, testing_pb2.EchoRequest.FromString, testing_pb2.EchoResponse.SerializeToString
+            behaviour, testing_pb2.EchoRequest.FromString, testing_pb2.EchoResponse.SerializeToString
         )
         bare = grpc.aio.server()
         bare.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(ENTRY.service, {"Echo": handler})])
@@ -261,8 +263,8 @@ async def _serve(kind: str) -> None:
         await bare.start()
         await bare.wait_for_termination()
     definition = service.definition()
-    function = _echo_on_loop if kind == "async" else lambda request, call: _echo(request)
-    definition = replace(definition, methods={**definition.methods, "Echo": function})
+    functions: dict[str, Callable[..., Any]] = {"sync": lambda request, call: _echo(request), "async": _echo_on_loop}
+    definition = replace(definition, methods={**definition.methods, "Echo": functions[kind]})
     await Server(settings, [ENTRY], definitions={ENTRY.name: definition}).serve_forever()
 
 

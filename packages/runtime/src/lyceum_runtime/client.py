@@ -444,7 +444,7 @@ def _shown(
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counted]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=console.is_terminal) as bars:
         bar = bars.add_task(name, total=None, counted="")
 
         def show(state: common_pb2.Progress) -> None:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 from google.rpc import code_pb2, status_pb2
+from sqlalchemy.exc import SQLAlchemyError
 
-from lyceum_runtime.database import Database
+from lyceum_runtime.database import Database, StateError
 from lyceum_runtime.errors import ServiceError, from_status
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ hash of the source, would strand operations whenever the source is edited."""
 WORKFLOW = "operation"
 POLL_SECONDS = 0.2
 """How often a queue is looked at, if the process has one; with more queues each of them less often, to a second."""
-RUNNING_AT_ONCE = 4
-"""Operations of one service that run at the same time in one process; more wait in its queue."""
 
 Task = dict[str, Any]
 """The input of the generic workflow."""
@@ -49,19 +48,30 @@ class Parked(BaseException):
 
 
 class DbosRunner:
-    """One process's DBOS. `run(task)` is called on a thread of DBOS for each operation whose turn it is."""
+    """One process's DBOS. `run(task)` is called on a thread of DBOS for each operation whose turn it is.
 
-    def __init__(self, database: Database, executor_id: str, run: Callable[[Task], None]) -> None:
+    Of each service, `running_at_once` operations run at the same time; the others wait in its queue.
+    """
+
+    def __init__(
+        self, database: Database, executor_id: str, run: Callable[[Task], None], *, running_at_once: int
+    ) -> None:
         self._database = database
         self._executor_id = executor_id
         self._run = run
+        self._running_at_once = running_at_once
         self._client: DBOSClient | None = None
         self._launched = False
         self._lock = threading.Lock()
 
     def launch(self, services: Sequence[str]) -> None:
-        """Starts DBOS, listening to the queues of `services` and no others."""
+        """Starts DBOS, listening to the queues of `services` and no others.
+
+        Raises:
+            StateError: DBOS cannot use its tables.
+        """
         from dbos import DBOS
+        from dbos._error import DBOSException
 
         _quieten()
         global _run_task
@@ -80,12 +90,17 @@ class DbosRunner:
         )
         _register_workflow()
         DBOS.listen_queues(list(services))
-        DBOS.launch()
+        try:
+            DBOS.launch()
+        except (SQLAlchemyError, DBOSException) as error:
+            DBOS.destroy()
+            reason = " ".join(str(getattr(error, "orig", error)).split())
+            raise StateError(f"the queues of operations cannot be used: {reason}") from None
         poll = min(1.0, POLL_SECONDS * len(services))
         for service in services:
             DBOS.register_queue(
                 service,
-                worker_concurrency=RUNNING_AT_ONCE,
+                worker_concurrency=self._running_at_once,
                 polling_interval_sec=poll,
                 on_conflict="always_update",
             )
@@ -93,7 +108,7 @@ class DbosRunner:
 
     def enqueue(self, connection: sa.Connection, operation_id: str, service: str, task: Task) -> None:
         """Puts an operation into its service's queue as a part of the caller's transaction."""
-        self.client.enqueue_in_transaction(
+        self._dbos_client().enqueue_in_transaction(
             connection,
             {
                 "workflow_name": WORKFLOW,
@@ -106,11 +121,11 @@ class DbosRunner:
 
     def cancel(self, operation_id: str) -> None:
         """Takes an operation out of its queue for good. One that runs goes on until its next step."""
-        self.client.cancel_workflow(operation_id)
+        self._dbos_client().cancel_workflow(operation_id)
 
     def delete(self, operation_id: str) -> None:
         """Forgets an operation with its steps."""
-        self.client.delete_workflow(operation_id)
+        self._dbos_client().delete_workflow(operation_id)
 
     def recover(self, executor_id: str) -> None:
         """Puts what the process `executor_id` was running back into the queues. Safe to repeat, and for several at
@@ -154,9 +169,8 @@ class DbosRunner:
             self._launched = False
             DBOS.destroy()
 
-    @property
-    def client(self) -> "DBOSClient":
-        """DBOS's own client: it enqueues, cancels and deletes."""
+    def _dbos_client(self) -> "DBOSClient":
+        """DBOS's own client, which enqueues, cancels and deletes, also before the launch."""
         from dbos import DBOSClient
 
         with self._lock:

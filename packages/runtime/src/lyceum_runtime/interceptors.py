@@ -57,62 +57,74 @@ def _end(span: trace.Span, side: str, method: str, code: grpc.StatusCode, starte
 class ServerInterceptor(grpc.aio.ServerInterceptor):
     """Gives each RPC of a `grpc.aio` server a span, child of its caller's."""
 
+    def __init__(self) -> None:
+        self._traced: dict[str, tuple[Any, Any]] = {}  # method -> (handler, traced handler)
+
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """Wrap the RPC's behaviour; grpc.aio runs this and the behaviour in one task of their own for each RPC."""
+        """The RPC's handler inside its span. grpc.aio runs this and the handler in one task of their own for each
+        RPC.
+        """
         method: str = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None or _untraced(method):
             return handler
+        known, traced = self._traced.get(method, (None, None))
+        if known is not handler:
+            traced = _traced(method, handler)
+            self._traced[method] = handler, traced
+        return traced
 
-        def begin(context: Any) -> None:
-            started = time.perf_counter()
-            metadata = {key: value for key, value in context.invocation_metadata() if key.startswith("trace")}
-            span = _start(method, SpanKind.SERVER, telemetry.remote_context(metadata))
-            # Never detached: the task's context ends with the task, and a stream's generator may be closed in another
-            # one.
-            otel_context.attach(trace.set_span_in_context(span))
-            context.add_done_callback(lambda ended: end(span, ended, started))
 
-        def end(span: trace.Span, context: Any, started: float) -> None:
-            # The callback runs when the RPC is over in every case: also when the client has left between two messages
-            # of a stream.
-            if context.done():  # a status was sent
-                code = context.code() or grpc.StatusCode.OK
-            else:
-                remaining = context.time_remaining()
-                late = remaining is not None and remaining < _CLOCK_SECONDS
-                code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
-            # By the conventions a cancelled call is no server error; here it is marked, since its work was not done.
-            failed = code.name in _SERVER_FAULTS or code is grpc.StatusCode.CANCELLED
-            _end(span, "server", method, code, started, error=failed)
+def _traced(method: str, handler: Any) -> Any:
+    if handler.response_streaming:
+        behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+    else:
+        behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
-        if handler.response_streaming:
-            behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+    async def single(request: Any, context: Any) -> Any:
+        _begin(method, context)
+        try:
+            return await behaviour(request, context)
+        except Exception:
+            _mark_unknown(context)
+            raise
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        _begin(method, context)
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except Exception:
+            _mark_unknown(context)
+            raise
+
+    make = _HANDLERS[handler.request_streaming, handler.response_streaming]
+    behave = stream if inspect.isasyncgenfunction(behaviour) else single
+    return make(behave, handler.request_deserializer, handler.response_serializer)
+
+
+def _begin(method: str, context: Any) -> None:
+    started = time.perf_counter()
+    metadata = {key: value for key, value in context.invocation_metadata() if key.startswith("trace")}
+    span = _start(method, SpanKind.SERVER, telemetry.remote_context(metadata))
+    # Never detached: the task's context ends with the task, and a stream's generator may be closed in another one.
+    otel_context.attach(trace.set_span_in_context(span))
+
+    def over(context: Any) -> None:
+        # Runs when the RPC is over in every case: also when the client has left between two messages of a stream.
+        if context.done():  # a status was sent
+            code = context.code() or grpc.StatusCode.OK
         else:
-            behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            remaining = context.time_remaining()
+            late = remaining is not None and remaining < _CLOCK_SECONDS
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+        # By the conventions a cancelled call is no server error; here it is marked, since its work was not done.
+        failed = code.name in _SERVER_FAULTS or code is grpc.StatusCode.CANCELLED
+        _end(span, "server", method, code, started, error=failed)
 
-        async def single(request: Any, context: Any) -> Any:
-            begin(context)
-            try:
-                return await behaviour(request, context)
-            except Exception:
-                _mark_unknown(context)
-                raise
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            begin(context)
-            try:
-                async for response in behaviour(request, context):
-                    yield response
-            except Exception:
-                _mark_unknown(context)
-                raise
-
-        traced = stream if inspect.isasyncgenfunction(behaviour) else single
-        make = _HANDLERS[handler.request_streaming, handler.response_streaming]
-        return make(traced, handler.request_deserializer, handler.response_serializer)
+    context.add_done_callback(over)
 
 
 def _mark_unknown(context: Any) -> None:

@@ -24,6 +24,8 @@ from lyceum_runtime.dbos_runner import DbosRunner, Parked, Task
 from lyceum_runtime.definition import Call, LongMethod
 from lyceum_runtime.errors import Internal, ServiceError
 from lyceum_runtime.operation_store import OperationStore
+from lyceum_runtime.parallel import parallel_backend
+from lyceum_runtime.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class OperationRun:
         task: Task,
         number: int,
         *,
+        settings: Settings,
         store: OperationStore,
         blobs: Blobs,
         runner: DbosRunner,
@@ -53,6 +56,7 @@ class OperationRun:
         self.progress = common_pb2.Progress()
         self._task = task
         self._number = number
+        self._settings = settings
         self._store = store
         self._blobs = blobs
         self._runner = runner
@@ -78,6 +82,7 @@ class OperationRun:
         with (
             telemetry.attached(self._task["carrier"]),
             telemetry.span(f"operation {self._task['rpc']}", service=self._task["service"], rpc=self._task["rpc"]),
+            parallel_backend(self._settings),
             self._stages,
         ):
             while (checkpoint := self._runner.step("checkpoint", self._next_checkpoint)) is not None:
@@ -143,7 +148,7 @@ class OperationRun:
             operation.response.Pack(response)
             if not self._store.succeed(self.id, self._number, operation):
                 raise Parked
-        self._ended("done")
+        self._ended("succeeded")
 
     @contextlib.contextmanager
     def _outcome(self) -> Iterator[None]:
@@ -175,6 +180,7 @@ class OperationRun:
 
     def _ended(self, how: str) -> None:
         logger.info("%s %s", self.name, how)
+        telemetry.count("lyceum.operations", service=self._task["service"], rpc=self._task["rpc"], status=how)
         self._blobs.delete_folder(self.name)
         self._on_change()
 

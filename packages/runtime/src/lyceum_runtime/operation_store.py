@@ -226,6 +226,14 @@ class OperationStore:
         with self.database.read() as connection:
             return [(row.id, row.tenant) for row in connection.execute(query.limit(_SWEEP_BATCH))]
 
+    def waiting(self, services: Sequence[str]) -> int:
+        """How many operations of these services wait for their turn."""
+        query = sa.select(sa.func.count()).where(
+            operations.c.service.in_(services), sa.not_(operations.c.done), operations.c.executor_id.is_(None)
+        )
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one()
+
     def unfinished(self, operation_id: str) -> bool:
         """Whether there is such an operation and it is not done."""
         query = sa.select(operations.c.id).where(operations.c.id == operation_id, sa.not_(operations.c.done))

@@ -22,6 +22,7 @@ from google.protobuf import empty_pb2
 from google.protobuf.message import Message
 
 from lyceum.operations.v1 import operations_pb2 as lyceum_operations_pb2
+from lyceum_runtime import telemetry
 from lyceum_runtime.artifacts import ArtifactStore, record_uses, referenced
 from lyceum_runtime.database import Database
 from lyceum_runtime.dbos_runner import DbosRunner, Parked, Task
@@ -82,13 +83,12 @@ class OperationsEngine:
         database.migrate("operations", _MIGRATIONS)
         self._database = database
         self._store = OperationStore(database)
-        self._executor_id = (
-            uuid.uuid4().hex
-        )  # a new one at each start: two processes with one id would run the same operation
+        # A new one at each start: two processes of one id would run the same operation.
+        self._executor_id = uuid.uuid4().hex
         self._lease = Lease(
             database, settings.state_dir / "executors", self._executor_id, self._durability.lease_seconds
         )
-        self._runner = DbosRunner(database, self._executor_id, self._run)
+        self._runner = DbosRunner(database, self._executor_id, self._run, running_at_once=settings.max_workers)
         self._runs: dict[str, OperationRun] = {}
         self._changed = threading.Condition()
         self._launched = threading.Event()
@@ -100,12 +100,20 @@ class OperationsEngine:
         """Begins to run operations of the services `names`, first of all those that a dead process left.
 
         `start` waits for this; everything else works before.
+
+        Raises:
+            StateError: DBOS cannot use its tables.
         """
         self._lease.acquire()
-        self._runner.launch(names)
-        self._adopt()
+        try:
+            self._runner.launch(names)
+            self._adopt()
+        except BaseException:
+            self._lease.drop()
+            raise
         self._keeper = threading.Thread(target=self._keep, name="lyceum-operations", daemon=True)
         self._keeper.start()
+        telemetry.observe("lyceum.operations.waiting", lambda: self._store.waiting(names))
         self._launched.set()
 
     def start(
@@ -298,6 +306,7 @@ class OperationsEngine:
         run = OperationRun(
             task,
             number,
+            settings=self._settings,
             store=self._store,
             blobs=self._artifacts.blobs,
             runner=self._runner,

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -43,6 +44,8 @@ so by 17.
 STOP_SECONDS = 2.0
 """How long work that was asked to stop may take before it is left behind."""
 
+_launching = threading.Lock()  # held while a server's operations run; DBOS is one a process
+
 _TRANSFERS = 128  # requests that only wait for storage or for other work; each has a thread while it is open
 _DECODED = 2  # gRPC's own limit is this many times ours, so that a request somewhat too large gets a status that helps
 
@@ -68,6 +71,8 @@ class Server:
         self.ports: dict[str, int] = {}
         """Port of each service by short name, once started."""
         self._definitions = dict(definitions or {})
+        for name, definition in self._definitions.items():
+            _check_definition(definition, self.entries[name].descriptor())
         self._loading = threading.Lock()
         self._running: set[Stop] = set()
         self._draining = False
@@ -79,22 +84,27 @@ class Server:
 
     def definition(self, name: str) -> ServiceDefinition:
         """The functions of the service `name`; imports its package the first time."""
-        with self._loading:
-            if name not in self._definitions:
-                entry = self.entries[name]
-                definition = load_definition(entry)
-                _check_definition(definition, entry.descriptor())
-                self._definitions[name] = definition
-            return self._definitions[name]
+        if name not in self._definitions:
+            with self._loading:
+                if name not in self._definitions:
+                    entry = self.entries[name]
+                    definition = load_definition(entry)
+                    _check_definition(definition, entry.descriptor())
+                    self._definitions[name] = definition
+        return self._definitions[name]
 
     async def start(self) -> None:
         """Binds the ports and opens the store; returns when requests are accepted and health says SERVING.
 
         Raises:
-            ConfigurationError: a port is taken, or stored state cannot be used. Nothing is left running.
+            ConfigurationError: a port is taken, stored state cannot be used, or an OTEL_ variable is wrong. Nothing is
+                left running.
         """
         sys.setswitchinterval(SWITCH_SECONDS)
-        telemetry.setup(self.settings, next(iter(self.entries)) if len(self.entries) == 1 else "lyceum")
+        try:
+            telemetry.setup(self.settings, next(iter(self.entries)) if len(self.entries) == 1 else "lyceum")
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
         self._closing.callback(telemetry.shutdown)
         self._work = Lane("work", workers=self.settings.max_workers, limit=self.settings.max_pending)
         self._closing.callback(self._work.close)
@@ -113,7 +123,7 @@ class Server:
                 await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
             await self._grpc.start()
             # Health answers meanwhile; a request that starts an operation waits for it.
-            await asyncio.to_thread(self._engine.launch, list(self.entries))
+            await asyncio.to_thread(self._launch)
         except BaseException:
             await self._grpc.stop(None)
             await asyncio.to_thread(self._closing.close)
@@ -144,8 +154,9 @@ class Server:
             asked = entry.port if self.settings.port is None else self.settings.port
             if asked not in bound:
                 try:
+                    _probe(self.settings.host, asked)
                     bound[asked] = self._grpc.add_insecure_port(f"{host}:{asked}")
-                except RuntimeError:
+                except (OSError, RuntimeError):
                     raise ConfigurationError(
                         f"port {asked} of service {name!r} on {self.settings.host} is taken; "
                         "stop the process that has it or set LYCEUM_PORT to another (0 takes a free one)"
@@ -164,7 +175,22 @@ class Server:
         self._artifacts = ArtifactStore(self.settings, database)
         self._resources = ResourceStore(database)
         self._engine = OperationsEngine(self.settings, database, self._artifacts, self.definition)
+
+    def _launch(self) -> None:
+        names = [name for name in self.entries if self._has_operations(name)]
+        if not names:
+            return
+        if not _launching.acquire(blocking=False):
+            raise ConfigurationError("a process runs operations for one server; serve all its services together")
+        self._closing.callback(_launching.release)
         self._closing.callback(self._engine.close)
+        self._engine.launch(names)
+
+    def _has_operations(self, name: str) -> bool:
+        if name in self._definitions:
+            return bool(self._definitions[name].long_methods)
+        methods = self.entries[name].descriptor().methods
+        return any(method.output_type.full_name == "google.longrunning.Operation" for method in methods)
 
     def _add_handlers(self) -> list[str]:
         """Adds every service's handlers; returns their full names."""
@@ -212,11 +238,11 @@ class Server:
 
     async def serve_forever(self) -> None:
         """Starts, serves until SIGTERM or SIGINT, and drains."""
-        await self.start()
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
+        await self.start()
         await stopping.wait()
         await self.stop()
 
@@ -250,6 +276,13 @@ class Server:
     def abandoned(self) -> int:
         """Requests whose thread still computes although it was asked to stop."""
         return self._work.pending + self._transfers.pending
+
+
+def _probe(host: str, port: int) -> None:
+    """Raises OSError if the port is taken. gRPC finds that too, but prints lines of its own about it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a stopped server just left is free
+        probe.bind((host, port))
 
 
 def _bracketed(host: str) -> str:

@@ -35,7 +35,7 @@ class SQLiteSpanExporter(SpanExporter):
         try:
             connection = self._connection or self._open()
             with connection:
-                connection.executemany("INSERT OR REPLACE INTO spans VALUES (?,?,?,?,?,?,?,?,?,?)", map(_row, spans))
+                connection.executemany("INSERT INTO spans VALUES (?,?,?,?,?,?,?,?,?,?)", map(_row, spans))
             if time.monotonic() >= self._next_sweep:
                 self._next_sweep = time.monotonic() + _SWEEP_SECONDS
                 sweep(connection, self._max_bytes, self._max_days)
@@ -69,6 +69,9 @@ class SQLiteSpanExporter(SpanExporter):
         return True
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def _row(span: ReadableSpan) -> tuple[object, ...]:
     context = span.context
     return (
@@ -80,6 +83,6 @@ def _row(span: ReadableSpan) -> tuple[object, ...]:
         span.start_time,
         span.end_time,
         span.status.status_code.name,
-        json.dumps(dict(span.attributes or {}), separators=(",", ":")),
-        json.dumps([{"name": event.name, "time_ns": event.timestamp} for event in span.events]),
+        _encode(dict(span.attributes or {})),
+        _encode([{"name": event.name, "time_ns": event.timestamp} for event in span.events]) if span.events else "[]",
     )

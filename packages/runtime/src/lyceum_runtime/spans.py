@@ -19,14 +19,14 @@ MAX_DAYS = 14.0
 BUSY_SECONDS = 2.0
 """How long one process waits for another's write. Writers wait on their export thread, never in a call."""
 
+# Appending rows in the order in which spans end costs a fifth of keeping them sorted by their random ids.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS spans (
     trace_id TEXT NOT NULL, span_id TEXT NOT NULL, parent_id TEXT, name TEXT NOT NULL, service TEXT NOT NULL,
     start_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL, status TEXT NOT NULL,
-    attributes TEXT NOT NULL, events TEXT NOT NULL,
-    PRIMARY KEY (trace_id, span_id)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS spans_by_start ON spans (start_ns);
+    attributes TEXT NOT NULL, events TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS spans_by_trace ON spans (trace_id);
 """
 
 
@@ -70,7 +70,7 @@ class SpanStore:
     def recent(self, limit: int = 20) -> list[Span]:
         """One span of each of the last `limit` traces, newest first: its root, or without one its first span."""
         latest: dict[str, None] = {}
-        with closing(self._rows("SELECT trace_id FROM spans ORDER BY start_ns DESC")) as rows:
+        with closing(self._rows("SELECT trace_id FROM spans ORDER BY rowid DESC")) as rows:
             for (trace_id,) in rows:
                 latest[trace_id] = None
                 if len(latest) == limit:
@@ -103,7 +103,9 @@ def sweep(connection: sqlite3.Connection, max_bytes: int, max_days: float) -> No
     """Delete the traces older than `max_days`, and the oldest ones while more than `max_bytes` are in use."""
     with connection:
         connection.execute("BEGIN IMMEDIATE")
-        _delete_traces(connection, time.time_ns() - int(max_days * 86400e9))
+        too_old = time.time_ns() - int(max_days * 86400e9)
+        query = "SELECT ifnull(min(rowid), 0) FROM (SELECT rowid FROM spans WHERE end_ns >= ? ORDER BY rowid LIMIT 1)"
+        _delete_traces(connection, connection.execute(query, (too_old,)).fetchone()[0])
         pages, free, page_bytes = (
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
         )
@@ -111,16 +113,18 @@ def sweep(connection: sqlite3.Connection, max_bytes: int, max_days: float) -> No
         if used > max_bytes:
             total = connection.execute("SELECT count(*) FROM spans").fetchone()[0]
             surplus = total - int(total * 0.75 * max_bytes / used)  # room for a while
-            query = "SELECT start_ns FROM spans ORDER BY start_ns LIMIT 1 OFFSET ?"
-            (oldest,) = connection.execute(query, (surplus,)).fetchone()
-            if _delete_traces(connection, oldest) < surplus // 2:  # one trace fills the file: its beginning goes
-                connection.execute("DELETE FROM spans WHERE start_ns < ?", (oldest,))
+            query = "SELECT rowid FROM spans ORDER BY rowid LIMIT 1 OFFSET ?"
+            (first_kept,) = connection.execute(query, (surplus,)).fetchone()
+            if _delete_traces(connection, first_kept) < surplus // 2:  # one trace fills the file: its beginning goes
+                connection.execute("DELETE FROM spans WHERE rowid < ?", (first_kept,))
     connection.executescript("PRAGMA incremental_vacuum")  # by execute() it frees a single page
 
 
-def _delete_traces(connection: sqlite3.Connection, oldest_ns: int) -> int:
-    """Delete the traces in which no span began since `oldest_ns`; the number of spans deleted."""
+def _delete_traces(connection: sqlite3.Connection, first_kept: int) -> int:
+    """Delete the traces of which every row is before `first_kept`; the number of rows deleted."""
     query = """DELETE FROM spans WHERE trace_id IN (
-        SELECT trace_id FROM spans WHERE start_ns < :oldest EXCEPT SELECT trace_id FROM spans WHERE start_ns >= :oldest
+        SELECT trace_id FROM spans old WHERE rowid < :first AND NOT EXISTS (
+            SELECT 1 FROM spans new WHERE new.trace_id = old.trace_id AND new.rowid >= :first
+        )
     )"""
-    return connection.execute(query, {"oldest": oldest_ns}).rowcount
+    return connection.execute(query, {"first": first_kept}).rowcount

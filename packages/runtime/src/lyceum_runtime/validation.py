@@ -14,8 +14,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from lyceum_runtime.errors import InvalidArgument
 
-MAX_VIOLATIONS = 20
+MAX_VIOLATION_BYTES = 1500
 """Violations reported at once. A status travels in HTTP/2 headers, of which clients accept 8 KiB."""
+
+_MAX_PATH = 200  # a map's key can be of any length
 
 
 @cache
@@ -56,10 +58,15 @@ def check(message: Message, *, index: int | None = None) -> None:
     found = violations(message)
     if found:
         prefix = "" if index is None else f"[{index}]"
-        named = [(_join(prefix, path) or "request", text) for path, text in found]
-        if len(named) > MAX_VIOLATIONS:
-            more = len(named) - MAX_VIOLATIONS + 1
-            named = [*named[: MAX_VIOLATIONS - 1], ("request", f"{more} more fields are wrong")]
+        named: list[tuple[str, str]] = []
+        size = 0
+        for path, text in found:
+            path = _join(prefix, path)[:_MAX_PATH] or "request"
+            size += len(path.encode()) + len(text.encode())
+            if named and size > MAX_VIOLATION_BYTES:
+                named.append(("request", f"{len(found) - len(named)} more fields are wrong"))
+                break
+            named.append((path, text))
         raise InvalidArgument(*named)
 
 

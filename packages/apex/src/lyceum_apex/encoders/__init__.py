@@ -23,11 +23,14 @@ def make_encoder(name: str) -> Encoder:
 
 
 def featurise(encoder: Encoder, smiles: Sequence[str]) -> Features:
-    """Features of molecules, in chunks that run wherever `joblib.parallel_config` says. Raises FieldError on `smiles[i]`."""
+    """Features of molecules, in chunks that run wherever `joblib.parallel_config` says. Raises FieldError on
+    `smiles[i]`."""
     from joblib import Parallel, delayed
 
     starts = range(0, max(len(smiles), 1), _CHUNK)
-    return Features.concatenate(Parallel()(delayed(_chunk)(encoder.name, list(smiles[i : i + _CHUNK]), i) for i in starts))
+    return Features.concatenate(
+        Parallel()(delayed(_chunk)(encoder.name, list(smiles[i : i + _CHUNK]), i) for i in starts)
+    )
 
 
 def featurise_products(encoder: Encoder, library: SynthonLibrary, batch: ProductBatch) -> Features:
@@ -36,7 +39,9 @@ def featurise_products(encoder: Encoder, library: SynthonLibrary, batch: Product
 
     parts = library.synthon_smiles(batch)
     starts = range(0, max(len(parts), 1), _CHUNK)
-    return Features.concatenate(Parallel()(delayed(_product_chunk)(encoder.name, parts[i : i + _CHUNK]) for i in starts))
+    return Features.concatenate(
+        Parallel()(delayed(_product_chunk)(encoder.name, parts[i : i + _CHUNK]) for i in starts)
+    )
 
 
 def _product_chunk(name: str, products: list[list[str]]) -> Features:

@@ -76,7 +76,8 @@ class Encoder(nn.Module, ABC):
 
 
 def read(smiles: Sequence[str], first: int = 0) -> list[Molecule]:
-    """Molecules with attachment metals replaced by "*"; FieldError on `smiles[first + i]` where RDKit cannot read one."""
+    """Molecules with attachment metals replaced by "*"; FieldError on `smiles[first + i]` where RDKit cannot read
+    one."""
     from rdkit import Chem, rdBase
 
     molecules = []

@@ -1,6 +1,8 @@
-"""Morgan count fingerprint, log1p, two-layer perceptron: about 20 times faster on a CPU than the message-passing network.
+"""Morgan count fingerprint, log1p, two-layer perceptron: about 20 times faster on a CPU than the message-passing
+network.
 
-Fingerprint: Rogers, Hahn, "Extended-connectivity fingerprints", J. Chem. Inf. Model. 50 (2010) 742; radius 2, folded to 2,048 counts.
+Fingerprint: Rogers, Hahn, "Extended-connectivity fingerprints", J. Chem. Inf. Model. 50 (2010) 742; radius 2, folded
+    to 2,048 counts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ TYPICAL_BITS = 50  # that a drug-like molecule sets; the fan-in that the first l
 
 
 class EcfpEncoder(Encoder):
-    """2048 -> 256 -> 64 on log(1 + count). A molecule sets some 50 of the 2,048 counts, so the first layer is a sparse sum."""
+    """2048 -> 256 -> 64 on log(1 + count). A molecule sets some 50 of the 2,048 counts, so the first layer is a
+    sparse sum."""
 
     name = "ecfp"
 

@@ -1,8 +1,8 @@
 """Edge message-passing network over the Kekulised molecular graph [paper][repo].
 
-Four layers; in each, every directed edge is updated from its ends and itself, every atom from the sum of its incoming edges, and the
-sum over atoms is added to the graph vector. All updates are residual with LayerNorm first. Batched graphs are flat arrays: atoms of
-all molecules one after another, edges as index pairs, sums by `index_add`.
+Four layers; in each, every directed edge is updated from its ends and itself, every atom from the sum of its incoming
+edges, and the sum over atoms is added to the graph vector. All updates are residual with LayerNorm first. Batched
+graphs are flat arrays: atoms of all molecules one after another, edges as index pairs, sums by `index_add`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,22 @@ from lyceum_apex.assembly import Molecule
 from lyceum_apex.encoders.base import WIDTH, Encoder, Features
 
 LAYERS = 4
-ELEMENTS = (1, 5, 6, 7, 8, 9, 14, 15, 16, 17, 33, 34, 35, 53)  # the 15th class is everything else, attachment atoms included
+ELEMENTS = (
+    1,
+    5,
+    6,
+    7,
+    8,
+    9,
+    14,
+    15,
+    16,
+    17,
+    33,
+    34,
+    35,
+    53,
+)  # the 15th class is everything else, attachment atoms included
 DEGREES = 7  # 1..7
 CHARGES = 7  # -3..3
 ORDERS = 4  # single, double, triple, other
@@ -55,7 +70,9 @@ class MpnnEncoder(Encoder):
                 for a in molecule.GetAtoms()
             ]
             atoms.append(np.array(rows, np.int16).reshape(-1, 3))
-            ends = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx(), order.get(b.GetBondType(), 3)) for b in molecule.GetBonds()]
+            ends = [
+                (b.GetBeginAtomIdx(), b.GetEndAtomIdx(), order.get(b.GetBondType(), 3)) for b in molecule.GetBonds()
+            ]
             bonds.append(np.array(ends, np.int16).reshape(-1, 3))
         return Features.from_lists({"atom": atoms, "bond": bonds})
 
@@ -82,7 +99,8 @@ class MpnnEncoder(Encoder):
 
 
 class _Layer(nn.Module):
-    """One round. A linear map of concatenated inputs is written as a sum of maps, so that atoms are mapped once, not per edge."""
+    """One round. A linear map of concatenated inputs is written as a sum of maps, so that atoms are mapped once, not
+    per edge."""
 
     def __init__(self) -> None:
         super().__init__()

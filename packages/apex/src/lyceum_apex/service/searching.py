@@ -1,0 +1,295 @@
+"""SearchLibrary, StartSearch, CountMatches, ScoreProducts and ExplainProduct: questions to an index."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf import json_format
+
+from lyceum.apex.v1 import apex_pb2
+from lyceum.common.v1 import common_pb2
+from lyceum_apex.service.storing import PARQUET, fields, load_index, load_library
+from lyceum_base.checkpoint import Checkpoint, Stopped
+from lyceum_runtime import codec
+from lyceum_runtime.definition import Call
+from lyceum_runtime.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:
+    from lyceum_apex.index import ApexIndex
+    from lyceum_apex.library import ProductBatch, SynthonLibrary
+    from lyceum_apex.query import Hits, Query
+
+STREAM_K = 100_000
+"""Most hits of one stream."""
+
+_BATCH_ROWS = 1_000
+_PART_ROWS = 20_000
+
+
+def _query(request: apex_pb2.Query, index: "ApexIndex") -> "Query":
+    """The core's query; a property named twice or unknown to the index is refused."""
+    from lyceum_apex.query import Query
+
+    constraints = _constraints(request.constraints, index, "query.constraints")
+    weights = _weights(request.objective, index, "query.objective")
+    with fields(lambda field: f"query.{field}"):
+        return Query(
+            objective=weights,
+            k=request.k,
+            maximize=request.direction != apex_pb2.DIRECTION_MINIMIZE,
+            constraints=constraints,
+            engine="brute" if request.engine == apex_pb2.ENGINE_BRUTE else "pruned",
+        )
+
+
+def _constraints(
+    items: Sequence[apex_pb2.Constraint], index: "ApexIndex", field: str
+) -> dict[str, tuple[float | None, float | None]]:
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for i, item in enumerate(items):
+        _require_property(item.property, index, found, f"{field}[{i}].property")
+        lower = item.lower if item.HasField("lower") else None
+        upper = item.upper if item.HasField("upper") else None
+        found[item.property] = (lower, upper)
+    return found
+
+
+def _weights(items: Sequence[apex_pb2.ObjectiveTerm], index: "ApexIndex", field: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for i, item in enumerate(items):
+        _require_property(item.property, index, found, f"{field}[{i}].property")
+        found[item.property] = item.weight or 1.0
+    return found
+
+
+def _require_property(name: str, index: "ApexIndex", found: Mapping[str, Any], field: str) -> None:
+    if name not in index.table.names:
+        raise InvalidArgument((field, f"{name!r} is not a property of the index: {', '.join(index.table.names)}"))
+    if name in found:
+        raise InvalidArgument((field, f"{name!r} is named twice; name each property once"))
+
+
+def search_library(request: apex_pb2.SearchLibraryRequest, call: Call) -> Iterator[apex_pb2.SearchLibraryResponse]:
+    """Progress, hits in batches, one summary."""
+    from lyceum_apex.query import Hits
+
+    if request.query.k > STREAM_K:
+        raise InvalidArgument(("query.k", f"{request.query.k} hits; a stream has at most {STREAM_K}, use StartSearch"))
+    index = load_index(call, request.index)
+    library = load_library(call, request.index.partition("/indexes/")[0])
+    query = _query(request.query, index)
+    if request.start_index > request.query.k:
+        raise InvalidArgument(("start_index", f"{request.start_index} is behind the last hit ({request.query.k})"))
+    hits: Hits | None = None
+    for update in index.iter_search(query, should_stop=call.should_stop):
+        if isinstance(update, Hits):
+            hits = update
+        else:
+            call.on_progress("search", update.products_touched, 0, {})
+            yield apex_pb2.SearchLibraryResponse(progress=_progress(update))
+    assert hits is not None  # a search ends with hits
+    assembly_seconds = 0.0
+    for start in range(request.start_index, len(hits), _BATCH_ROWS):
+        if call.should_stop():
+            raise Stopped
+        begun = monotonic()
+        batch = _table(library, hits, start, start + _BATCH_ROWS, request.omit_smiles)
+        assembly_seconds += monotonic() - begun
+        yield apex_pb2.SearchLibraryResponse(index=start, hits=codec.to_arrow_batch(batch))
+    yield apex_pb2.SearchLibraryResponse(index=len(hits), summary=_summary(hits, assembly_seconds))
+
+
+def _progress(update: Any) -> apex_pb2.SearchProgress:
+    blocks = update.blocks_visited + update.blocks_pending
+    progress = apex_pb2.SearchProgress(
+        stage="search", decided_fraction=update.blocks_visited / blocks if blocks else 1.0
+    )
+    if update.threshold is not None:
+        progress.threshold = update.threshold
+    return progress
+
+
+def _summary(hits: "Hits", assembly_seconds: float) -> apex_pb2.SearchSummary:
+    return apex_pb2.SearchSummary(
+        hit_count=len(hits),
+        feasible_count=int(np.count_nonzero(hits.slack == 0)),
+        product_count=str(hits.stats.products_total),
+        touched_count=str(hits.stats.products_touched),
+        search_seconds=hits.stats.seconds,
+        assembly_seconds=assembly_seconds,
+    )
+
+
+def _table(library: "SynthonLibrary", hits: "Hits", start: int, end: int, omit_smiles: bool) -> Any:
+    """Hits `start` to `end` as an Arrow table: product, smiles, objective, slack, predicted_<property> of each queried."""
+    import pyarrow as pa
+
+    from lyceum_apex.library import ProductBatch
+
+    rows = slice(start, min(end, len(hits)))
+    batch = ProductBatch(hits.reaction[rows], hits.synthons[rows])
+    columns: dict[str, Any] = {"product": pa.array(_names(library, batch), pa.string())}
+    if not omit_smiles:
+        columns["smiles"] = pa.array(library.products_smiles(batch), pa.string())
+    columns["objective"] = hits.objective[rows]
+    columns["slack"] = hits.slack[rows]
+    for i, name in enumerate(hits.names):
+        columns[f"predicted_{name}"] = hits.properties[rows, i]
+    return pa.table(columns)
+
+
+def _names(library: "SynthonLibrary", batch: "ProductBatch") -> list[str]:
+    return [library.product_name(int(r), [int(g) for g in s if g >= 0]) for r, s in zip(batch.r, batch.s, strict=True)]
+
+
+def check_search(request: apex_pb2.StartSearchRequest, call: Call) -> None:
+    """The index exists and knows the query's properties."""
+    _query(request.query, load_index(call, request.index))
+
+
+def run_search(
+    request: apex_pb2.StartSearchRequest, call: Call, resume: Mapping[str, Any] | None
+) -> Iterator[Checkpoint]:
+    """Stages: search, write. A resumed run searches again, which is fast and finds the same, and goes on writing."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from lyceum_apex.query import Hits
+
+    index = load_index(call, request.index)
+    library = load_library(call, request.index.partition("/indexes/")[0])
+    hits: Hits | None = None
+    for update in index.iter_search(_query(request.query, index), should_stop=call.should_stop):
+        if isinstance(update, Hits):
+            hits = update
+        else:
+            yield Checkpoint(None, stage="search", completed=update.products_touched, total=0)
+    assert hits is not None  # a search ends with hits
+    parts: list[str] = list(resume["parts"]) if resume else []
+    seconds = float(resume["assembly_seconds"]) if resume else 0.0
+    summary = resume["summary"] if resume else None
+    for start in range(len(parts) * _PART_ROWS, len(hits), _PART_ROWS):
+        begun = monotonic()
+        tables = []
+        for first in range(start, min(start + _PART_ROWS, len(hits)), _BATCH_ROWS):
+            end = min(first + _BATCH_ROWS, start + _PART_ROWS)
+            tables.append(_table(library, hits, first, end, request.omit_smiles))
+            yield Checkpoint(None, stage="write", completed=min(end, len(hits)), total=len(hits))
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.concat_tables(tables), sink)
+        parts.append(call.artifacts.put_bytes(sink.getvalue().to_pybytes(), PARQUET).sha256)
+        seconds += monotonic() - begun
+        done = min(start + _PART_ROWS, len(hits))
+        summary = _encoded(_summary(hits, seconds))
+        state = {"parts": parts.copy(), "assembly_seconds": seconds, "summary": summary}
+        yield Checkpoint(state, stage="write", completed=done, total=len(hits))
+    if summary is None:
+        state = {"parts": [], "assembly_seconds": 0.0, "summary": _encoded(_summary(hits, 0.0))}
+        yield Checkpoint(state, stage="write", completed=0, total=0)
+    elif resume and len(parts) == len(resume["parts"]):
+        yield Checkpoint(dict(resume), stage="write", completed=len(hits), total=len(hits))
+
+
+def _encoded(summary: apex_pb2.SearchSummary) -> str:
+
+    return json.dumps(json_format.MessageToDict(summary, preserving_proto_field_name=True), sort_keys=True)
+
+
+def finish_search(request: apex_pb2.StartSearchRequest, state: Mapping[str, Any], call: Call) -> apex_pb2.SearchResult:
+    """The parts joined to one Parquet file, one part in memory at a time."""
+
+    import pyarrow.parquet as pq
+
+    with tempfile.TemporaryDirectory(prefix="lyceum-") as folder:
+        path = Path(folder) / "hits.parquet"
+        rows = 0
+        writer: Any = None
+        for sha256 in state["parts"]:
+            with call.artifacts.open(sha256) as file:
+                table = pq.read_table(file)
+            writer = writer or pq.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+            rows += table.num_rows
+        writer.close()
+        ref = call.artifacts.put_file(path, PARQUET)
+    return apex_pb2.SearchResult(
+        hits=common_pb2.TableRef(artifact=ref, row_count=rows),
+        summary=json_format.Parse(state["summary"], apex_pb2.SearchSummary()),
+    )
+
+
+def count_matches(request: apex_pb2.CountMatchesRequest, call: Call) -> apex_pb2.CountMatchesResponse:
+    """An exact count over all products."""
+    index = load_index(call, request.index)
+    constraints = _constraints(request.constraints, index, "constraints")
+    weights = _weights(request.objective, index, "objective")
+    if request.HasField("min_objective") != bool(weights):
+        field = "min_objective" if weights else "objective"
+        raise InvalidArgument((field, "objective and min_objective go together; give both or neither"))
+    found = index.count(
+        constraints,
+        objective=weights or None,
+        cutoff=request.min_objective if weights else None,
+        should_stop=call.should_stop,
+    )
+    return apex_pb2.CountMatchesResponse(
+        count=str(found.count), fraction=found.fraction, product_count=str(found.products_total)
+    )
+
+
+def score_products(request: apex_pb2.ScoreProductsRequest, call: Call) -> apex_pb2.ScoreProductsResponse:
+    """Predictions and slack of named products."""
+    index = load_index(call, request.index)
+    library = load_library(call, request.index.partition("/indexes/")[0])
+    constraints = _constraints(request.constraints, index, "constraints")
+    reaction = np.empty(len(request.products), np.int32)
+    synthons = np.full((len(request.products), 4), -1, np.int32)
+    for i, name in enumerate(request.products):
+        with fields(lambda field: field):
+            reaction[i], parts = library.parse_name(name, f"products[{i}]")
+        synthons[i, : len(parts)] = parts
+    values = index.score(reaction, synthons)
+    return apex_pb2.ScoreProductsResponse(
+        values=codec.to_tensor(values),
+        properties=index.table.names,
+        slack=codec.to_tensor(index.slack(values, constraints)),
+    )
+
+
+def explain_product(request: apex_pb2.ExplainProductRequest, call: Call) -> apex_pb2.ExplainProductResponse:
+    """The legs of one product and what each adds."""
+    from lyceum_apex.errors import AssemblyError
+
+    index = load_index(call, request.index)
+    library = load_library(call, request.index.partition("/indexes/")[0])
+    with fields(lambda field: field):
+        r, s = library.parse_name(request.product, "product")
+    names = index.table.names
+    contributions = index.explain(r, s)
+    padded = np.array([[*s, *([-1] * (4 - len(s)))]], np.int32)
+    (prediction,) = index.score(np.array([r], np.int32), padded)
+    try:
+        smiles = library.product_smiles(r, s)
+    except AssemblyError as error:
+        raise FailedPrecondition(f"{request.product}: {error}", reason="ASSEMBLY", subject=request.product) from error
+    legs = []
+    for g, synthon in enumerate(s):
+        leg = library.first_leg[r][g] + synthon
+        legs.append(
+            apex_pb2.LegContribution(
+                rgroup=g + 1,
+                synthon_id=library.synthon_ids[leg],
+                smiles=library.smiles[library.leg_smiles[leg]],
+                contributions=dict(zip(names, contributions[g].tolist(), strict=True)),
+            )
+        )
+    return apex_pb2.ExplainProductResponse(
+        smiles=smiles,
+        legs=legs,
+        intercepts=dict(zip(names, index.table.bias.tolist(), strict=True)),
+        predictions=dict(zip(names, prediction.tolist(), strict=True)),
+    )

@@ -1,0 +1,294 @@
+"""Surrogate, factoriser and index on a small library: reproducible, resumable, and right where a right answer is
+known."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lyceum_apex import ApexIndex, Factorizer, FieldError, Query, Surrogate, SynthonLibrary, VersionError, properties
+from lyceum_base import Checkpoint, Stopped, decode_state, encode_state
+
+TAILS = [
+    "C",
+    "CC",
+    "CCC",
+    "C(C)C",
+    "CCO",
+    "CCN",
+    "CF",
+    "CCl",
+    "c1ccccc1",
+    "c1ccncc1",
+    "C1CCCC1",
+    "CC#N",
+    "CCOC",
+    "C(F)(F)F",
+]
+NAMES = ["mw", "logp", "tpsa"]
+
+
+def rows() -> list[tuple[str, int, str, str]]:
+    """Amides, ethers, and amides of amino acids in three parts."""
+    table = []
+    for i, tail in enumerate(TAILS):
+        table += [("amide", 1, f"a{i}", f"O=C([U]){tail}"), ("amide", 2, f"n{i}", f"[U]N{tail}")]
+        table += [("ether", 1, f"o{i}", f"[U]O{tail}"), ("ether", 2, f"c{i}", f"[U]CC{tail}")]
+        table += [("peptide", 1, f"a{i}", f"O=C([U]){tail}"), ("peptide", 2, f"m{i}", f"[U]NC({tail})C(=O)[Np]")]
+        table += [("peptide", 3, f"n{i}", f"[Np]N{tail}")]
+    return table
+
+
+@pytest.fixture(scope="module")
+def library() -> SynthonLibrary:
+    return SynthonLibrary._from_rows(rows(), None).with_weight("weight")
+
+
+@pytest.fixture(scope="module")
+def training(library: SynthonLibrary) -> tuple[list[str], np.ndarray]:
+    smiles = [text for text in library.products_smiles(library.sample(400, seed=1)) if text is not None]
+    return smiles, properties(smiles, NAMES)
+
+
+@pytest.fixture(scope="module")
+def surrogate(training: tuple[list[str], np.ndarray]) -> Surrogate:
+    return Surrogate.fit(*training, NAMES, steps=100, seed=1)
+
+
+@pytest.fixture(scope="module")
+def factorizer(library: SynthonLibrary, surrogate: Surrogate) -> Factorizer:
+    return Factorizer.fit(library, surrogate, steps=20, seed=1)
+
+
+@pytest.fixture(scope="module")
+def index(library: SynthonLibrary, surrogate: Surrogate, factorizer: Factorizer) -> ApexIndex:
+    return ApexIndex.build(library, surrogate, factorizer)
+
+
+def states(run: Iterator[Checkpoint]) -> list[bytes]:
+    return [encode_state(checkpoint.state) for checkpoint in run if checkpoint.state is not None]
+
+
+@pytest.mark.parametrize(("encoder", "steps"), [("ecfp", 30), ("mpnn", 4)])
+def test_a_resumed_surrogate_equals_an_uninterrupted_one_byte_for_byte(
+    training: tuple[list[str], np.ndarray], monkeypatch: pytest.MonkeyPatch, encoder: str, steps: int
+) -> None:
+    monkeypatch.setattr("lyceum_apex.surrogate._STATE_EVERY", {"ecfp": 12, "mpnn": 3})
+    smiles, y = training[0][:120], training[1][:120]
+    arguments = {"encoder": encoder, "steps": steps, "seed": 7}
+    whole = states(Surrogate.iter_fit(smiles, y, NAMES, **arguments))
+    assert len(whole) == {"ecfp": 3, "mpnn": 2}[encoder]
+    for position in range(len(whole)):
+        resumed = states(Surrogate.iter_fit(smiles, y, NAMES, **arguments, resume=decode_state(whole[position])))
+        assert resumed[-1] == whole[-1]
+    other = states(Surrogate.iter_fit(smiles, y, NAMES, **{**arguments, "seed": 8}))
+    assert other[-1] != whole[-1]
+
+
+def test_a_resumed_factoriser_equals_an_uninterrupted_one_byte_for_byte(
+    library: SynthonLibrary, surrogate: Surrogate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lyceum_apex.factorizer._STATE_EVERY", 4)
+    whole = states(Factorizer.iter_fit(library, surrogate, steps=10, seed=3))
+    assert len(whole) == 3
+    for position in range(len(whole)):
+        resumed = Factorizer.iter_fit(library, surrogate, steps=10, seed=3, resume=decode_state(whole[position]))
+        assert states(resumed)[-1] == whole[-1]
+
+
+def test_training_stops_when_asked(
+    training: tuple[list[str], np.ndarray], surrogate: Surrogate, library: SynthonLibrary
+) -> None:
+    polls = itertools.count()
+    with pytest.raises(Stopped):
+        list(Surrogate.iter_fit(*training, NAMES, steps=1000, should_stop=lambda: next(polls) > 2))
+    assert next(polls) == 4
+    with pytest.raises(Stopped):
+        list(Factorizer.iter_fit(library, surrogate, steps=1000, should_stop=lambda: True))
+
+
+def test_the_surrogate_predicts_molecules_it_has_not_seen(surrogate: Surrogate, library: SynthonLibrary) -> None:
+    # Weight, log P and TPSA are sums over small fragments, which is what the fingerprint counts.
+    assert min(probe.r2 for probe in surrogate.probes) > 0.85
+    fresh = [text for text in library.products_smiles(library.sample(300, seed=77, stratify=False)) if text is not None]
+    truth = properties(fresh, NAMES)
+    residual = ((truth - surrogate.predict(fresh)) ** 2).mean(0)
+    assert (residual < 0.15 * truth.var(0)).all()
+
+
+def test_a_surrogate_comes_back_from_its_bytes(surrogate: Surrogate) -> None:
+    again = Surrogate.from_bytes(surrogate.to_bytes())
+    assert again.to_bytes() == surrogate.to_bytes()
+    assert again.fingerprint == surrogate.fingerprint
+    np.testing.assert_array_equal(again.predict(TAILS[:4]), surrogate.predict(TAILS[:4]))
+    with pytest.raises(ValueError, match="not a surrogate"):
+        Surrogate.from_bytes(encode_state({"kind": "other"}))
+
+
+def test_embeddings_do_not_depend_on_atom_order_or_on_the_batch() -> None:
+    import torch
+
+    from lyceum_apex.encoders import featurise, initialise, make_encoder
+    from lyceum_base import Streams
+
+    spellings = ["OC(=O)c1ccccc1N", "Nc1ccccc1C(O)=O", "c1cccc(N)c1C(=O)O"]
+    for name in ("ecfp", "mpnn"):
+        encoder = make_encoder(name)
+        initialise(encoder, Streams(0))
+        with torch.no_grad():
+            alone = encoder(featurise(encoder, spellings)).numpy()
+            mixed = encoder(featurise(encoder, [*TAILS, spellings[0]])).numpy()[-1]
+        scale = np.abs(alone).max()
+        # Kekule forms may differ between spellings of an aromatic ring; this ring has one up to symmetry.
+        np.testing.assert_allclose(alone[0], mixed, atol=1e-5 * scale)
+        np.testing.assert_allclose(alone[1:], alone[:1].repeat(2, 0), atol=(1e-5 if name == "ecfp" else 0.2) * scale)
+
+
+def test_legs_follow_their_synthons_when_lists_are_permuted(library: SynthonLibrary, factorizer: Factorizer) -> None:
+    order = np.random.default_rng(0).permutation(len(rows()))
+    shuffled = SynthonLibrary._from_rows([rows()[i] for i in order], dict.fromkeys(library.reaction_ids, ""))
+    plain = replace(factorizer, library="")  # without the correction, which belongs to leg numbers
+    first, second = (plain.leg_embeddings(part) for part in (library, shuffled))
+    place = {}
+    for r, starts in enumerate(shuffled.first_leg):
+        for g, start in enumerate(starts):
+            for s in range(shuffled.sizes[r][g]):
+                place[r, g, shuffled.synthon_ids[start + s]] = start + s
+    matched = [
+        place[r, g, library.synthon_ids[start + s]]
+        for r, starts in enumerate(library.first_leg)
+        for g, start in enumerate(starts)
+        for s in range(library.sizes[r][g])
+    ]
+    np.testing.assert_allclose(first, second[matched], atol=1e-4 * np.abs(first).max())
+
+
+def test_main_effects_are_exact_where_embeddings_are_sums(library: SynthonLibrary) -> None:
+    from lyceum_apex.factorizer import Pool, _sum_legs, main_effects
+
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=(library.n_legs, 64))
+    products = library.sample(library.n_products, seed=0)
+    order = np.argsort(products.r, kind="stable")
+    products = replace(products, r=products.r[order], s=products.s[order])
+    legs = library.legs(products)
+    starts = np.searchsorted(products.r, np.arange(library.n_reactions + 1))
+    pool = Pool(products, _sum_legs(truth, legs).astype(np.float32), starts)
+    estimate = _sum_legs(main_effects(library, pool, np.zeros_like(truth)), legs)
+    # The smallest penalty, 0.03 against at least 14 products a leg, leaves 0.2 % of a main effect.
+    assert np.abs(estimate - pool.embeddings).max() < 0.01 * np.abs(truth).max()
+
+
+def test_the_factorised_surrogate_follows_the_surrogate(index: ApexIndex) -> None:
+    assert set(index.reconstruction) == set(NAMES)
+    assert min(index.reconstruction.values()) > 0.9
+
+
+def test_a_factoriser_serves_another_library_and_refuses_another_surrogate(
+    factorizer: Factorizer, training: tuple[list[str], np.ndarray], library: SynthonLibrary
+) -> None:
+    other = SynthonLibrary._from_rows([("r", 1, "a", "CCC[U]"), ("r", 2, "b", "CO[U]"), ("r", 2, "c", "CN[U]")], None)
+    assert np.isfinite(factorizer.leg_embeddings(other)).all()
+    again = Factorizer.from_bytes(factorizer.to_bytes())
+    np.testing.assert_array_equal(again.leg_embeddings(library), factorizer.leg_embeddings(library))
+    stranger = Surrogate.fit(*training, NAMES, steps=1, seed=2)
+    with pytest.raises(VersionError):
+        ApexIndex.build(library, stranger, factorizer)
+    with pytest.raises(VersionError):
+        factorizer.reconstruction_report(other, stranger)
+
+
+def test_scores_are_additive_within_a_reaction_and_exact_columns_are_exact(
+    index: ApexIndex, library: SynthonLibrary
+) -> None:
+    s = np.array([[0, 0, -1, -1], [5, 7, -1, -1], [0, 7, -1, -1], [5, 0, -1, -1]])
+    a, b, c, d = index.score(np.zeros(4, np.int32), s)
+    assert np.abs(a + b - c - d).max() < 1e-6 * np.abs(index.table.values).max()
+    weight = index.score([0], s[1:2])[0, index.table.names.index("weight")]
+    assert abs(weight - properties([library.product_smiles(0, [5, 7])], ["mw"])[0, 0]) < 1e-9
+    np.testing.assert_allclose(index.explain(0, [5, 7]).sum(0) + index.table.bias, b, rtol=1e-12)
+
+
+def test_search_returns_what_sorting_all_scores_does(index: ApexIndex, library: SynthonLibrary) -> None:
+    everything = library.sample(library.n_products, seed=0)
+    values = index.score(everything.r, everything.s)
+    logp, weight = (values[:, index.table.names.index(name)] for name in ("logp", "weight"))
+    expected = np.sort(logp[weight <= 250.0])[::-1][:20]
+    hits = index.search(Query(objective="logp", k=20, constraints={"weight": (None, 250.0)}))
+    np.testing.assert_allclose(hits.objective, expected, atol=1e-9)
+    assert index.count({"weight": (None, 250.0)}).count == (weight <= 250.0).sum()
+
+
+def test_a_new_probe_joins_the_index_without_encoding(
+    index: ApexIndex,
+    library: SynthonLibrary,
+    factorizer: Factorizer,
+    surrogate: Surrogate,
+    training: tuple[list[str], np.ndarray],
+) -> None:
+    smiles, _ = training
+    extended = surrogate.add_probe("hba", smiles, properties(smiles, ["hba"]))
+    assert extended.fingerprint == surrogate.fingerprint
+    joined = index.with_probe(extended.probe("hba"))
+    rebuilt = ApexIndex.build(library, extended, factorizer)
+    batch = library.sample(50, seed=9)
+    for name in ("hba", "logp", "weight"):
+        first, second = (i.score(batch.r, batch.s)[:, i.table.names.index(name)] for i in (joined, rebuilt))
+        np.testing.assert_allclose(first, second, rtol=1e-12, atol=1e-12)
+    with pytest.raises(FieldError, match="'hba' is in the index already"):
+        joined.with_probe(extended.probe("hba"))
+    with pytest.raises(VersionError):
+        index.with_probe(replace(extended.probe("hba"), encoder="other"))
+
+
+def test_an_index_comes_back_from_its_bytes(index: ApexIndex, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    index.save(tmp_path / "index")
+    again = ApexIndex.load(tmp_path / "index")
+    assert again.to_bytes() == index.to_bytes()
+    np.testing.assert_array_equal(again.table.values, index.table.values)
+    assert dict(again.reconstruction) == dict(index.reconstruction)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"y": np.zeros((3, 3))}, "y"),
+        ({"y": np.full((60, 3), np.nan)}, "y[0]"),
+        ({"y": np.zeros((60, 3))}, "names[0]"),
+        ({"names": ["a", "a", "b"]}, "names"),
+        ({"smiles": ["C"] * 3, "y": np.zeros((3, 3))}, "smiles"),
+        ({"smiles": ["C"] * 59 + ["oops"]}, "smiles[59]"),
+        ({"encoder": "gpt"}, "encoder"),
+        ({"steps": 0}, "steps"),
+    ],
+)
+def test_a_wrong_training_argument_is_refused_by_its_field(change: dict[str, object], field: str) -> None:
+    arguments = {"smiles": ["C"] * 60, "y": np.random.default_rng(0).normal(size=(60, 3)), "names": NAMES, **change}
+    with pytest.raises(FieldError) as caught:
+        Surrogate.fit(**arguments)
+    assert caught.value.field == field
+
+
+def test_properties_have_their_published_values() -> None:
+    # Aspirin: average weight 180.159; TPSA 63.60 (Ertl 2000); Crippen log P 1.3101 and QED 0.5501 of RDKit's own tests.
+    values = properties(["CC(=O)Oc1ccccc1C(=O)O"], ["mw", "tpsa", "logp", "hbd", "hba", "rings", "fsp3", "qed"])[0]
+    np.testing.assert_allclose(values[:3], [180.159, 63.60, 1.3101], atol=1e-3)
+    assert values[3:6].tolist() == [1, 3, 1]
+    np.testing.assert_allclose(values[6:], [1 / 9, 0.550], atol=1e-3)
+    assert 1.0 <= properties(["CC(=O)Oc1ccccc1C(=O)O"], ["sa"])[0, 0] <= 2.5
+    with pytest.raises(FieldError, match=r"smiles\[1\]"):
+        properties(["C", "oops"])
+    with pytest.raises(FieldError, match=r"names\[0\]"):
+        properties(["C"], ["beauty"])
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    heavy = "('torch', 'rdkit', 'numba', 'pyarrow', 'scipy')"
+    code = f"import sys, lyceum_apex; print([m for m in {heavy} if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
