@@ -456,13 +456,18 @@ def test_the_serializer_keeps_bytes_and_errors_and_drops_unexpected_texts() -> N
     assert isinstance(dbos_runner.from_json(unexpected), ServiceError)
 
 
-def test_dbos_is_the_version_whose_private_parts_are_known() -> None:
+def test_dbos_is_the_version_whose_private_parts_are_known(engine: OperationsEngine) -> None:
     from importlib.metadata import version
 
-    from dbos import DBOS
+    from dbos import DBOS, error
+    from dbos._dbos import _get_dbos_instance
 
     assert version("dbos") == "3.4.0"
     assert callable(DBOS._recover_pending_workflows)
+    assert _get_dbos_instance().background_thread_stop_events
+    # The precedent for Parked: DBOS lets a BaseException through without recording it.
+    for kind in (error.DBOSWorkflowCancelledError, error.DBOSWorkflowConflictIDError):
+        assert not issubclass(kind, Exception)
 
 
 def test_the_operations_services_serve_every_rpc(engine: OperationsEngine) -> None:

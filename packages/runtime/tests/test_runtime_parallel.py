@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,19 +41,6 @@ def hang(pid_file):
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(pid_file).write_text(str(grandchild.pid))
     time.sleep(60)
-
-def square(x):
-    with telemetry.stage("square", pid=os.getpid()):
-        time.sleep(0.01)
-        return x * x
-
-def fail_on_three(x):
-    if x == 3:
-        raise ValueError(x)
-    return x
-
-def threads(_):
-    return os.environ["OMP_NUM_THREADS"]
 """
 
 
@@ -65,7 +53,25 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     telemetry.setup(settings, "apex")
     yield settings
     telemetry.shutdown()
-    sys.modules.pop("traced_child", None)
+
+
+def tasks() -> Any:
+    """What workers run. Local functions travel by value: a worker cannot import this file."""
+
+    def square(x: int) -> int:
+        with telemetry.stage("square", pid=os.getpid()):
+            time.sleep(0.01)
+            return x * x
+
+    def fail_on_three(x: int) -> int:
+        if x == 3:
+            raise ValueError(x)
+        return x
+
+    def threads(_: int) -> str:
+        return os.environ["OMP_NUM_THREADS"]
+
+    return SimpleNamespace(square=square, fail_on_three=fail_on_three, threads=threads)
 
 
 def only_trace(settings: Any) -> tuple[SpanStore, list[Any]]:
@@ -131,12 +137,11 @@ def test_child_is_killed_with_its_own_children(settings: Any, stop: bool, error:
 
 
 def test_plain_joblib_in_a_thread_reports_into_the_callers_trace(settings: Any) -> None:
-    import traced_child  # type: ignore[import-not-found]  # pants: no-infer-dep
     from joblib import Parallel, delayed
 
     with telemetry.span("caller"), parallel_backend(settings):
-        assert Parallel(n_jobs=2)(delayed(traced_child.square)(x) for x in range(20)) == [x * x for x in range(20)]
-        assert set(Parallel(n_jobs=2)(delayed(traced_child.threads)(x) for x in range(4))) == {"1"}
+        assert Parallel(n_jobs=2)(delayed(tasks().square)(x) for x in range(20)) == [x * x for x in range(20)]
+        assert set(Parallel(n_jobs=2)(delayed(tasks().threads)(x) for x in range(4))) == {"1"}
     _, spans = only_trace(settings)
     caller, *rest = spans
     batches = {span.span_id: span for span in rest if span.name == "parallel batch"}
@@ -149,12 +154,11 @@ def test_plain_joblib_in_a_thread_reports_into_the_callers_trace(settings: Any) 
 
 
 def test_workers_kept_from_one_trace_report_into_the_next(settings: Any) -> None:
-    import traced_child  # pants: no-infer-dep
     from joblib import Parallel, delayed
 
     for name in ("first", "second"):
         with telemetry.span(name), parallel_backend(settings):
-            Parallel(n_jobs=2)(delayed(traced_child.square)(x) for x in range(4))
+            Parallel(n_jobs=2)(delayed(tasks().square)(x) for x in range(4))
     telemetry.flush()
     store = SpanStore(settings.state_dir / "spans.db")
     roots = store.recent()
@@ -165,23 +169,21 @@ def test_workers_kept_from_one_trace_report_into_the_next(settings: Any) -> None
 
 
 def test_failing_task_raises_its_own_error_and_marks_its_span(settings: Any) -> None:
-    import traced_child  # pants: no-infer-dep
     from joblib import Parallel, delayed
 
     with telemetry.span("caller"), parallel_backend(settings), pytest.raises(ValueError, match="3"):
-        Parallel(n_jobs=2, batch_size=1)(delayed(traced_child.fail_on_three)(x) for x in range(4))
+        Parallel(n_jobs=2, batch_size=1)(delayed(tasks().fail_on_three)(x) for x in range(4))
     _, spans = only_trace(settings)
     failed = [span for span in spans if span.status == "ERROR"]
     assert [(span.name, span.attributes["error.type"]) for span in failed] == [("parallel batch", "ValueError")]
 
 
 def test_spans_of_a_worker_are_stored_before_its_result_is_returned(settings: Any) -> None:
-    import traced_child
     from joblib import Parallel, delayed
 
     with telemetry.span("caller"), parallel_backend(settings):
         trace_id = telemetry.carrier()["traceparent"].split("-")[1]
-        Parallel(n_jobs=2)(delayed(traced_child.square)(x) for x in range(4))
+        Parallel(n_jobs=2)(delayed(tasks().square)(x) for x in range(4))
         stored = SpanStore(settings.state_dir / "spans.db").trace(trace_id)  # this process has flushed nothing
     assert [span.name for span in stored].count("square") == 4
 

@@ -31,20 +31,22 @@ from lyceum_apex.errors import FieldError, VersionError
 from lyceum_apex.library import ProductBatch, SynthonLibrary
 from lyceum_apex.surrogate import Surrogate, embed_features
 from lyceum_apex.training import descend, load_weights, one_thread, weights
-from lyceum_base import Checkpoint, ShouldStop, State, Streams, decode_state, encode_state, run_to_end
+from lyceum_base import Checkpoint, ShouldStop, State, Stopped, Streams, decode_state, encode_state, run_to_end
 
 FloatArray = npt.NDArray[np.float64]
 
 BLOCKS = 4  # [paper][repo]
 ASSOCIATIVE_DIM = 64  # a [paper][repo]
-REACTIONS = 1  # per step [paper][repo]
 BATCH = 300  # products of one reaction [paper][repo]
 DEFAULT_STEPS = {"ecfp": 200, "mpnn": 3000}
 POOL_PER_LEG = 2.0
+POOL_MAX = 100_000
+MAX_EFFECTS = 2_000  # legs of a reaction whose main effects are solved for directly
 HELD_OUT = 12  # one product of the pool in so many
 PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _LEARNING_RATE = 2e-3
-_STATE_EVERY = 250
+_STATE_EVERY = {"ecfp": 250, "mpnn": 50}
+_BLOCK = 2048  # products between two ticks
 _VARIANCE_FLOOR = 1e-6
 
 
@@ -106,10 +108,10 @@ class Factorizer:
 
     Args:
         network: works on standardised embeddings, (e - centre) / spread.
-        centre, spread: float64 [64]; `centre` goes to the legs of a product in equal parts, so that e^ is the plain
-            sum of legs. correction: float64 [L, 64], what a ridge fit on the pool adds to the network's legs of the
-            library it was fitted to. library, surrogate: fingerprints of what it was fitted to. held_legs,
-            held_embeddings: leg numbers [n, 4] and e [n, 64] of products kept out of the fit, for the report.
+        centre, spread: float64 [64]; `centre` goes to the legs of a product in equal parts, so e^ is a plain sum.
+        correction: float64 [L, 64], what a ridge fit on the pool adds to the legs of the library it was fitted to.
+        library, surrogate: fingerprints of what it was fitted to.
+        held_legs, held_embeddings: leg numbers [n, 4] and e [n, 64] of products kept out of the fit, for the report.
     """
 
     network: LegNetwork
@@ -122,15 +124,19 @@ class Factorizer:
     held_embeddings: npt.NDArray[np.float32]
 
     def leg_embeddings(self, library: SynthonLibrary) -> FloatArray:
-        """u, float64 [L, 64]: e^(x) is the sum over the legs of x. Any library will do; only its own gets the
-        correction."""
+        """u, float64 [L, 64]: e^(x) is the sum over the legs of x.
+
+        Any library will do, but only the one it was fitted to gets the correction.
+        """
         features = featurise(self.network.synthons, library.smiles)
         u = _network_legs(self.network, library, features) * self.spread + _shares(library) * self.centre
         return u + self.correction if library.fingerprint == self.library else u
 
     def reconstruction_report(self, library: SynthonLibrary, surrogate: Surrogate) -> dict[str, float]:
-        """R2 of f^ against f on the held-out products, by property. Raises VersionError for another library or
-        surrogate."""
+        """R2 of f^ against f on the held-out products, by property.
+
+        Raises VersionError for another library or surrogate.
+        """
         if library.fingerprint != self.library or surrogate.fingerprint != self.surrogate:
             raise VersionError(
                 "the factoriser was fitted to another library or surrogate; its held-out products belong to those"
@@ -151,19 +157,22 @@ class Factorizer:
         steps: int | None = None,
         batch: int = BATCH,
         associative_dim: int = ASSOCIATIVE_DIM,
+        encoder: str = "ecfp",
         seed: int = 0,
         resume: State | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Iterator[Checkpoint]:
         """Fit to a library; the last state is read by `from_state`.
 
-        A pool of products of every reaction is assembled and embedded once; each step takes up to `batch` of them
-        from each of some reactions, so that small reactions count as much as large ones. The synthon network is of
-        the surrogate's kind: with `ecfp` a step costs a twentieth of the paper's message passing. At the end the main
+        A pool of products of every reaction is assembled and embedded once; each step takes up to `batch` of them from
+        one reaction drawn uniformly, so that small reactions count as much as large ones. `encoder` is the synthon
+        network: `mpnn` as in the paper, or `ecfp`, 20 times faster on a CPU and the default here. At the end the main
         effects that the network has missed on the pool are fitted in closed form. Stages: sample, factorise. Raises
-        FieldError (`steps`, `batch`, `associative_dim`), AssemblyError, Stopped.
+        FieldError (`encoder`, `steps`, `batch`, `associative_dim`), AssemblyError, Stopped.
         """
-        steps = DEFAULT_STEPS[surrogate.encoder.name] if steps is None else steps
+        if encoder not in DEFAULT_STEPS:
+            raise FieldError("encoder", f"{encoder!r} given; accepted: {', '.join(DEFAULT_STEPS)}")
+        steps = DEFAULT_STEPS[encoder] if steps is None else steps
         for name, value in (("steps", steps), ("batch", batch), ("associative_dim", associative_dim)):
             if value < 1:
                 raise FieldError(name, f"{value} given; at least 1")
@@ -171,20 +180,29 @@ class Factorizer:
             yield Checkpoint(resume, "factorise", steps, steps)
             return
         streams = Streams(seed)
-        network = LegNetwork(surrogate.encoder.name, associative_dim)
+        network = LegNetwork(encoder, associative_dim)
         initialise(network, streams.child("apex.factorizer"))
-        yield Checkpoint(None, "sample", 0)
-        pool, held = Pool.draw(library, surrogate, streams, should_stop)
+        drawn = _draw(library, streams)
+        embeddings = np.empty((len(drawn), WIDTH), np.float32)
+        for first in range(0, len(drawn), _BLOCK):
+            yield Checkpoint(None, "sample", first, len(drawn))
+            if should_stop is not None and should_stop():
+                raise Stopped
+            block = ProductBatch(drawn.r[first : first + _BLOCK], drawn.s[first : first + _BLOCK])
+            features = featurise_products(surrogate.encoder, library, block)
+            embeddings[first : first + _BLOCK] = embed_features(surrogate.encoder, features)
+        pool, held = split_pool(drawn, embeddings, library.n_reactions)
         synthons = featurise(network.synthons, library.smiles)
         centre, spread = pool.moments()
         targets = torch.from_numpy(((pool.embeddings - centre) / spread).astype(np.float32))
 
         def loss_at(step: int) -> torch.Tensor:
-            keys = streams.uniform("apex.factorizer.reactions", step, shape=(library.n_reactions,))
-            reactions = np.argsort(keys, kind="stable")[:REACTIONS]
-            return _loss(
-                network, library, pool, synthons, targets, reactions, batch, streams.child("apex.factorizer.step", step)
-            )
+            r = int(streams.integers("apex.factorizer.reaction", step, high=library.n_reactions))
+            first, last = pool.starts[r], pool.starts[r + 1]
+            keys = streams.uniform("apex.factorizer.products", step, shape=(last - first,))
+            rows = first + np.argsort(keys, kind="stable")[:batch]
+            e = targets[torch.from_numpy(rows)]
+            return _loss(network, library, synthons, r, pool.products.s[rows], e)
 
         yield from descend(
             network,
@@ -192,7 +210,7 @@ class Factorizer:
             stage="factorise",
             steps=steps,
             learning_rate=_LEARNING_RATE,
-            state_every=_STATE_EVERY,
+            state_every=_STATE_EVERY[encoder],
             extra=dict,
             resume=resume,
             should_stop=should_stop,
@@ -219,10 +237,19 @@ class Factorizer:
         steps: int | None = None,
         batch: int = BATCH,
         associative_dim: int = ASSOCIATIVE_DIM,
+        encoder: str = "ecfp",
         seed: int = 0,
     ) -> Self:
         """`iter_fit` run to its end."""
-        run = cls.iter_fit(library, surrogate, steps=steps, batch=batch, associative_dim=associative_dim, seed=seed)
+        run = cls.iter_fit(
+            library,
+            surrogate,
+            steps=steps,
+            batch=batch,
+            associative_dim=associative_dim,
+            encoder=encoder,
+            seed=seed,
+        )
         return cls.from_state(run_to_end(run))
 
     # --- storage -----------------------------------------------------------------------------------------------------
@@ -268,35 +295,6 @@ class Pool:
     embeddings: npt.NDArray[np.float32]
     starts: npt.NDArray[np.int64]
 
-    @classmethod
-    def draw(
-        cls, library: SynthonLibrary, surrogate: Surrogate, streams: Streams, should_stop: ShouldStop | None = None
-    ) -> tuple["Pool", "Pool"]:
-        """A pool to fit to and, a twelfth of it, one held out. In a library too small to spare products both are the
-        same."""
-        fitted, held = [], []
-        for r in range(library.n_reactions):
-            n = min(library.products_of[r], max(BATCH, int(POOL_PER_LEG * sum(library.sizes[r]))))
-            drawn = library.draw(n, [r], streams.child("apex.factorizer.pool", r))
-            spare = n // HELD_OUT
-            held.append(ProductBatch(drawn.r[:spare], drawn.s[:spare]))
-            fitted.append(ProductBatch(drawn.r[spare:], drawn.s[spare:]))
-        pool = cls._embed(fitted, library, surrogate, should_stop)
-        return pool, cls._embed(held, library, surrogate, should_stop) if sum(map(len, held)) >= HELD_OUT else pool
-
-    @classmethod
-    def _embed(
-        cls,
-        parts: Sequence[ProductBatch],
-        library: SynthonLibrary,
-        surrogate: Surrogate,
-        should_stop: ShouldStop | None,
-    ) -> Self:
-        products = ProductBatch(np.concatenate([p.r for p in parts]), np.concatenate([p.s for p in parts]))
-        features = featurise_products(surrogate.encoder, library, products)
-        embeddings = embed_features(surrogate.encoder, features, should_stop)
-        return cls(products, embeddings, np.cumsum([0, *map(len, parts)]))
-
     def moments(self) -> tuple[FloatArray, FloatArray]:
         """Mean and standard deviation [64] with equal weight for every reaction."""
         weight = np.repeat(1.0 / np.diff(self.starts), np.diff(self.starts)) / (len(self.starts) - 1)
@@ -305,48 +303,58 @@ class Pool:
         return centre, np.sqrt(np.maximum(weight @ (e - centre) ** 2, _VARIANCE_FLOOR))
 
 
+def _draw(library: SynthonLibrary, streams: Streams) -> ProductBatch:
+    """Products of every reaction: `POOL_PER_LEG` for each leg, about `POOL_MAX` in all, never less than a batch."""
+    per_leg = min(POOL_PER_LEG, POOL_MAX / library.n_legs)
+    parts = []
+    for r in range(library.n_reactions):
+        n = min(library.products_of[r], max(BATCH, int(per_leg * sum(library.sizes[r]))))
+        parts.append(library.draw(n, [r], streams.child("apex.factorizer.pool", r)))
+    return ProductBatch(np.concatenate([p.r for p in parts]), np.concatenate([p.s for p in parts]))
+
+
+def split_pool(drawn: ProductBatch, embeddings: npt.NDArray[np.float32], n_reactions: int) -> tuple[Pool, Pool]:
+    """A pool to fit to and, one product in `HELD_OUT` of every reaction, one held out.
+
+    In a library too small to spare products both are the same.
+    """
+    bounds = np.searchsorted(drawn.r, np.arange(n_reactions + 1))
+    place = np.arange(len(drawn)) - bounds[drawn.r]
+    held = place < (np.diff(bounds) // HELD_OUT)[drawn.r]
+    if held.sum() < HELD_OUT:
+        pool = Pool(drawn, embeddings, bounds)
+        return pool, pool
+    pools = []
+    for rows in (~held, held):
+        products = ProductBatch(drawn.r[rows], drawn.s[rows])
+        pools.append(Pool(products, embeddings[rows], np.searchsorted(products.r, np.arange(n_reactions + 1))))
+    return pools[0], pools[1]
+
+
 def _loss(
     network: LegNetwork,
     library: SynthonLibrary,
-    pool: Pool,
     synthons: Features,
-    targets: torch.Tensor,
-    reactions: npt.NDArray[np.int64],
-    batch: int,
-    streams: Streams,
+    r: int,
+    s: npt.NDArray[np.int32],
+    e: torch.Tensor,
 ) -> torch.Tensor:
-    """mean over dimensions of (e - e^)^2 / Var(e), with products and variance within one reaction; mean over
-    `reactions`.
+    """mean over dimensions of (e - e^)^2 / Var(e) over products `s` [n, 4] of reaction r with embeddings `e` [n, 64].
 
     R-group means are taken over the synthons that occur in the batch [repo].
     """
-    legs: list[npt.NDArray[np.int32]] = []  # of each R-group, those present
-    owner: list[int] = []
-    rows, places = [], []  # of each reaction: products, and their legs' places among all legs present
-    total = 0
-    for k, r in enumerate(reactions):
-        first, last = pool.starts[r], pool.starts[r + 1]
-        keys = streams.uniform("apex.factorizer.products", int(r), shape=(last - first,))
-        rows.append(first + np.argsort(keys, kind="stable")[:batch])
-        place = []
-        for start, column in zip(library.first_leg[r], pool.products.s[rows[-1]].T):
-            present, inverse = np.unique(start + column, return_inverse=True)
-            place.append(torch.from_numpy(inverse + total))
-            total += len(present)
-            legs.append(present)
-            owner.append(k)
-        places.append(place)
-    distinct, inverse = np.unique(library.leg_smiles[np.concatenate(legs)], return_inverse=True)
-    groups = torch.split(torch.from_numpy(inverse), [len(group) for group in legs])
-    u = network(synthons.take(distinct.astype(np.int64)), groups, owner)
-    loss = u.new_zeros(())
-    for row, place in zip(rows, places):
-        e = targets[torch.from_numpy(row)]
-        estimate = torch.stack([u.index_select(0, column) for column in place]).sum(0)
-        variance = e.var(0, correction=0).clamp_min(_VARIANCE_FLOOR)
-        loss = loss + ((e - estimate).square().mean(0) / variance).mean()
-    mean: torch.Tensor = loss / len(rows)
-    return mean
+    groups, places, total = [], [], 0
+    for start, column in zip(library.first_leg[r], s.T):
+        present, place = np.unique(start + column, return_inverse=True)
+        places.append(torch.from_numpy(place + total))
+        groups.append(present)
+        total += len(present)
+    distinct, inverse = np.unique(library.leg_smiles[np.concatenate(groups)], return_inverse=True)
+    parts = torch.split(torch.from_numpy(inverse), [len(group) for group in groups])
+    u = network(synthons.take(distinct.astype(np.int64)), parts, [0] * len(parts))
+    estimate = torch.stack([u.index_select(0, place) for place in places]).sum(0)
+    variance = e.var(0, correction=0).clamp_min(_VARIANCE_FLOOR)
+    return ((e - estimate).square().mean(0) / variance).mean()
 
 
 def main_effects(library: SynthonLibrary, pool: Pool, u: FloatArray) -> FloatArray:
@@ -365,6 +373,9 @@ def main_effects(library: SynthonLibrary, pool: Pool, u: FloatArray) -> FloatArr
     for r, groups in enumerate(library.sizes):
         rows = slice(pool.starts[r], pool.starts[r + 1])
         first = library.first_leg[r][0]
+        if sum(groups) > MAX_EFFECTS:
+            solutions.append([np.zeros((sum(groups), WIDTH))] * len(PENALTIES))
+            continue
         design = np.zeros((rows.stop - rows.start, sum(groups)))
         for column in legs[rows, : len(groups)].T:
             design[np.arange(len(design)), column - first] = 1.0

@@ -7,6 +7,7 @@ columns) is an array in that order. Counts of products are Python integers, beca
 reactions exceeds int64.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -213,16 +214,17 @@ class SynthonLibrary:
             missing[i, : len(self.sizes[r])] = False
         if total <= 4 * n:  # rejection would be slow: shuffle all
             flat = np.argsort(streams.uniform("apex.sample.shuffle", shape=(total,)), kind="stable")[:n]
-            ends = np.cumsum(counts)
-            row = np.searchsorted(ends, flat, side="right")
-            flat = flat - (ends - counts)[row]
+            sizes = np.array(counts, np.int64)
+            ends = np.cumsum(sizes)
+            row = np.searchsorted(ends, flat, side="right").astype(np.int64)
+            flat = flat - (ends - sizes)[row]
             s = np.empty((n, MAX_RGROUPS), np.int64)
             for g in reversed(range(MAX_RGROUPS)):
                 flat, s[:, g] = np.divmod(flat, groups[row, g])
         else:
             shares = np.cumsum([count / total for count in counts])
             row, s = np.empty(0, np.int64), np.empty((0, MAX_RGROUPS), np.int64)
-            for attempt in range(1 << 30):
+            for attempt in itertools.count():
                 u = streams.uniform("apex.sample.draw", attempt, shape=(n - len(row), 1 + MAX_RGROUPS))
                 new = np.minimum(np.searchsorted(shares, u[:, 0], side="right"), len(reactions) - 1)
                 row = np.concatenate([row, new])

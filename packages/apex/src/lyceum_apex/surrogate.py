@@ -36,10 +36,11 @@ NOISE = 1.0  # [paper][repo]
 PROBE_EPS = 1.0  # [repo]
 NEWEST = 0.9  # weight of the newest batch in the running probe [repo]
 REFIT_ROWS = 50_000
-DEFAULT_STEPS = {"ecfp": 500, "mpnn": 3000}
-_LEARNING_RATE = {"ecfp": 1e-2, "mpnn": 1e-3}
-_STATE_EVERY = {"ecfp": 250, "mpnn": 50}
+DEFAULT_STEPS = {"ecfp": 500, "mpnn": 300}  # [choice] held-out R2 changes little after these; the paper takes 100,000
+_LEARNING_RATE = {"ecfp": 1e-2, "mpnn": 2e-3}
+_STATE_EVERY = {"ecfp": 250, "mpnn": 25}
 _MIN_ROWS = 50
+_BLOCK = 2048  # molecules between two ticks
 _EMBED_CHUNK = 512
 
 FloatArray = npt.NDArray[np.float64]
@@ -124,7 +125,7 @@ class Surrogate:
         """Train on molecules and their properties `y` [n, P]; the last state is read by `from_state`.
 
         `ecfp` is a perceptron on Morgan counts, `mpnn` the paper's message-passing network, about 20 times slower on
-        a CPU. `steps` defaults to 500 and 3,000. A tenth of the rows is held out; the final probes are one float64
+        a CPU. `steps` defaults to 500 and 300. A tenth of the rows is held out; the final probes are one float64
         ridge on up to 50,000 of the others. Stages: featurise, train, refit. Raises FieldError (`smiles[i]`, `y`,
         `names`, `encoder`, `steps`), Stopped.
         """
@@ -138,8 +139,13 @@ class Surrogate:
             return
         streams = Streams(seed)
         initialise(network, streams)
-        yield Checkpoint(None, "featurise", 0, len(smiles))
-        features = featurise(network, smiles)
+        parts = []
+        for first in range(0, len(smiles), _BLOCK):
+            yield Checkpoint(None, "featurise", first, len(smiles))
+            if should_stop is not None and should_stop():
+                raise Stopped
+            parts.append(featurise(network, smiles[first : first + _BLOCK], first))
+        features = Features.concatenate(parts)
         train, held = _split(len(smiles), seed)
         mean, scale = values[train].mean(0), values[train].std(0, ddof=1)
         targets = torch.from_numpy(((values - mean) / scale).astype(np.float32))

@@ -4,7 +4,7 @@ DBOS keeps a queue for each service and one generic workflow, whose input is a J
 operation's checkpoints. What Lyceum needs beyond DBOS's public interface, and pins by its version and by tests:
 
 * `DBOS._recover_pending_workflows([executor])` puts a dead process's running workflows back into their queues;
-* `background_thread_stop_events` stops the dequeuing without stopping what runs;
+* `_get_dbos_instance().background_thread_stop_events` stops the dequeuing without stopping what runs;
 * a `BaseException` other than DBOS's own leaves a workflow as it is (PENDING, or CANCELLED) and only ends its thread:
 :class:`Parked`.
 """
@@ -70,8 +70,7 @@ class DbosRunner:
         Raises:
             StateError: DBOS cannot use its tables.
         """
-        from dbos import DBOS
-        from dbos._error import DBOSException
+        from dbos import DBOS, error
 
         _quieten()
         global _run_task
@@ -92,9 +91,9 @@ class DbosRunner:
         DBOS.listen_queues(list(services))
         try:
             DBOS.launch()
-        except (SQLAlchemyError, DBOSException) as error:
+        except (SQLAlchemyError, error.DBOSException) as failure:
             DBOS.destroy()
-            reason = " ".join(str(getattr(error, "orig", error)).split())
+            reason = " ".join(str(getattr(failure, "orig", failure)).split())
             raise StateError(f"the queues of operations cannot be used: {reason}") from None
         poll = min(1.0, POLL_SECONDS * len(services))
         for service in services:
@@ -141,12 +140,11 @@ class DbosRunner:
         Raises:
             Parked: the operation was taken over by another process, or cancelled.
         """
-        from dbos import DBOS
-        from dbos._error import DBOSWorkflowCancelledError, DBOSWorkflowConflictIDError
+        from dbos import DBOS, error
 
         try:
             result: T = DBOS.run_step({"name": name}, function)
-        except (DBOSWorkflowConflictIDError, DBOSWorkflowCancelledError):
+        except (error.DBOSWorkflowConflictIDError, error.DBOSWorkflowCancelledError):
             # DBOS would keep the thread until the other process has finished.
             raise Parked from None
         return result

@@ -12,12 +12,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.longrunning import operations_pb2
 
 from lyceum.common.v1 import common_pb2
-from lyceum_base.checkpoint import Checkpoint, Stopped, decode_state, encode_state
 from lyceum_runtime import telemetry
 from lyceum_runtime.blobs import Blobs, DamagedBlob
 from lyceum_runtime.dbos_runner import DbosRunner, Parked, Task
@@ -26,6 +25,11 @@ from lyceum_runtime.errors import Internal, ServiceError
 from lyceum_runtime.operation_store import OperationStore
 from lyceum_runtime.parallel import parallel_backend
 from lyceum_runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from lyceum_base.checkpoint import Checkpoint
+
+# lyceum_base is imported where it is used: an idle process does without NumPy.
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +109,8 @@ class OperationRun:
 
     def _next_checkpoint(self) -> str | None:
         """The checksum of the next state's blob; None when the generator has ended."""
+        from lyceum_base.checkpoint import Stopped
+
         if self._draining() and not self._cancelled.is_set():
             raise Parked  # the state before this one is recorded: a good place to leave off
         with self._outcome():
@@ -126,7 +132,7 @@ class OperationRun:
                 raise RuntimeError("the method ended without a state")
             return None
 
-    def _begin(self) -> Iterator[Checkpoint]:
+    def _begin(self) -> "Iterator[Checkpoint]":
         """The generator, from the last recorded state that can be read, or from the start."""
         resume = None
         for sha256 in reversed(self._recorded[-_KEPT_CHECKPOINTS:]):
@@ -153,6 +159,8 @@ class OperationRun:
     @contextlib.contextmanager
     def _outcome(self) -> Iterator[None]:
         """Turns what the method raised into the operation's end, or into Parked."""
+        from lyceum_base.checkpoint import Stopped
+
         try:
             yield
         except Stopped as error:
@@ -196,6 +204,8 @@ class OperationRun:
         return self._load().request.FromString(data)
 
     def _store_state(self, state: Mapping[str, Any]) -> str:
+        from lyceum_base.checkpoint import encode_state
+
         with self._blobs.stage([encode_state(state)]) as staged:
             self._blobs.commit(staged, f"{self.name}/{staged.sha256}")
         kept = {staged.sha256, *self._recorded[-(_KEPT_CHECKPOINTS - 1) :]}
@@ -205,6 +215,8 @@ class OperationRun:
         return staged.sha256
 
     def _load_state(self, sha256: str) -> dict[str, Any]:
+        from lyceum_base.checkpoint import decode_state
+
         return decode_state(self._read(sha256))
 
     def _read(self, sha256: str) -> bytes:

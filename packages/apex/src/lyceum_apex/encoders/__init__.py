@@ -22,9 +22,11 @@ def make_encoder(name: str) -> Encoder:
     return _ENCODERS[name]()
 
 
-def featurise(encoder: Encoder, smiles: Sequence[str]) -> Features:
-    """Features of molecules, in chunks that run wherever `joblib.parallel_config` says. Raises FieldError on
-    `smiles[i]`."""
+def featurise(encoder: Encoder, smiles: Sequence[str], first: int = 0) -> Features:
+    """Features of molecules, in chunks that run wherever `joblib.parallel_config` says.
+
+    Raises FieldError on `smiles[first + i]`.
+    """
     from joblib import Parallel, delayed
 
     starts = range(0, max(len(smiles), 1), _CHUNK)
