@@ -45,7 +45,7 @@ def rows() -> list[tuple[str, int, str, str]]:
 
 @pytest.fixture(scope="module")
 def library() -> SynthonLibrary:
-    return SynthonLibrary._from_rows(rows(), None).with_weight("weight")
+    return SynthonLibrary.from_rows(rows(), None).with_weight("weight")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_embeddings_do_not_depend_on_atom_order_or_on_the_batch() -> None:
 
 def test_legs_follow_their_synthons_when_lists_are_permuted(library: SynthonLibrary, factorizer: Factorizer) -> None:
     order = np.random.default_rng(0).permutation(len(rows()))
-    shuffled = SynthonLibrary._from_rows([rows()[i] for i in order], dict.fromkeys(library.reaction_ids, ""))
+    shuffled = SynthonLibrary.from_rows([rows()[i] for i in order], dict.fromkeys(library.reaction_ids, ""))
     plain = replace(factorizer, library="")  # without the correction, which belongs to leg numbers
     first, second = (plain.leg_embeddings(part) for part in (library, shuffled))
     place = {}
@@ -191,7 +191,7 @@ def test_the_factorised_surrogate_follows_the_surrogate(index: ApexIndex) -> Non
 def test_a_factoriser_serves_another_library_and_refuses_another_surrogate(
     factorizer: Factorizer, training: tuple[list[str], np.ndarray], library: SynthonLibrary
 ) -> None:
-    other = SynthonLibrary._from_rows([("r", 1, "a", "CCC[U]"), ("r", 2, "b", "CO[U]"), ("r", 2, "c", "CN[U]")], None)
+    other = SynthonLibrary.from_rows([("r", 1, "a", "CCC[U]"), ("r", 2, "b", "CO[U]"), ("r", 2, "c", "CN[U]")], None)
     assert np.isfinite(factorizer.leg_embeddings(other)).all()
     again = Factorizer.from_bytes(factorizer.to_bytes())
     np.testing.assert_array_equal(again.leg_embeddings(library), factorizer.leg_embeddings(library))

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from lyceum.common.v1 import common_pb2
 from lyceum.testing.v1 import testing_pb2
+from lyceum_base.checkpoint import Stopped
 from lyceum_runtime import errors, testing
 from lyceum_runtime.client import errors_from
 from lyceum_runtime.definition import Call, ServiceDefinition
@@ -256,6 +257,33 @@ def test_a_client_that_vanishes_between_two_messages_of_its_stream_frees_the_thr
     wait_until(lambda: not idle(served))
     pending.cancel()
     assert wait_until(lambda: idle(served)) < 2.0
+
+
+def test_a_client_stream_that_breaks_off_does_not_look_complete():
+    seen: list[str] = []
+
+    def collect(requests: Iterator[testing_pb2.CollectRequest], call: Call) -> testing_pb2.CollectResponse:
+        try:
+            seen.append(f"complete with {sum(1 for _ in requests)}")
+        except Stopped:
+            seen.append("stopped")
+            raise
+        return testing_pb2.CollectResponse()
+
+    sent = threading.Event()
+
+    def requests():
+        yield testing_pb2.CollectRequest(value=1)
+        sent.set()
+        time.sleep(60)
+
+    with testing.serve(ServiceDefinition("toy", ENTRY.service, {"Collect": collect}, {})) as other:
+        pending = other.client.stub.Collect.future(requests())
+        assert sent.wait(5)
+        wait_until(lambda: not idle(other))
+        pending.cancel()
+        wait_until(lambda: idle(other))
+    assert seen == ["stopped"]
 
 
 def test_slow_readers_do_not_keep_others_from_computing(served):

@@ -76,7 +76,8 @@ def _zip_parameters() -> Any:
 
 
 @cache
-def _any_metal() -> Molecule:
+def any_metal() -> Molecule:
+    """The query that matches attachment atoms."""
     from rdkit import Chem
 
     return Chem.MolFromSmarts(f"[{','.join(METALS)}]")
@@ -98,7 +99,7 @@ def join(synthons: Sequence[Molecule]) -> Molecule:
             raise AssemblyError(
                 f"the synthons do not join to a valid molecule: {str(error).strip().splitlines()[0]}"
             ) from error
-    if product.HasSubstructMatch(_any_metal()):
+    if product.HasSubstructMatch(any_metal()):
         raise AssemblyError("the synthons do not join to one molecule: an attachment atom found no partner")
     return product
 

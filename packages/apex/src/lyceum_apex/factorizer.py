@@ -45,7 +45,7 @@ MAX_EFFECTS = 2_000  # legs of a reaction whose main effects are solved for dire
 HELD_OUT = 12  # one product of the pool in so many
 PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _LEARNING_RATE = 2e-3
-_STATE_EVERY = {"ecfp": 250, "mpnn": 50}
+_STATE_EVERY = 50  # steps; some seconds
 _BLOCK = 2048  # products between two ticks
 _VARIANCE_FLOOR = 1e-6
 
@@ -210,7 +210,7 @@ class Factorizer:
             stage="factorise",
             steps=steps,
             learning_rate=_LEARNING_RATE,
-            state_every=_STATE_EVERY[encoder],
+            state_every=_STATE_EVERY,
             extra=dict,
             resume=resume,
             should_stop=should_stop,

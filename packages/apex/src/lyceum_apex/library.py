@@ -316,7 +316,7 @@ class SynthonLibrary:
         rgroup). `columns` are numeric columns of the synthons that become exact additive columns."""
         reaction_table = _read_parquet(reactions, "reactions", ("reaction_id", "smarts"))
         table = _read_parquet(synthons, "synthons", ("reaction_id", "rgroup", "synthon_id", "smiles", *columns))
-        return cls._from_rows(zip(*table[:4]), dict(zip(*reaction_table)), dict(zip(columns, table[4:])))
+        return cls.from_rows(zip(*table[:4]), dict(zip(*reaction_table)), dict(zip(columns, table[4:])))
 
     @classmethod
     def from_tsv(cls, synthons: Path, reactions: Path | None = None, *, columns: Sequence[str] = ()) -> Self:
@@ -334,7 +334,7 @@ class SynthonLibrary:
                 raise FieldError(f"synthons[{i}].position", f"{text!r} given; R-groups are numbered 1 to {MAX_RGROUPS}")
             rgroups.append(int(text))
         numbers = {name: [_number(text, i, name) for i, text in enumerate(rows)] for name, rows in zip(columns, texts)}
-        return cls._from_rows(zip(ids, rgroups, synthon_ids, smiles), smarts, numbers)
+        return cls.from_rows(zip(ids, rgroups, synthon_ids, smiles), smarts, numbers)
 
     @classmethod
     def from_reagents(cls, smarts: str, lists: Sequence[Sequence[str]], *, reaction_id: str = "r1") -> Self:
@@ -357,17 +357,17 @@ class SynthonLibrary:
             for g, (half, reagents) in enumerate(zip(halves, lists))
             for i, reagent in enumerate(reagents)
         ]
-        return cls._from_rows(rows, {reaction_id: smarts})
+        return cls.from_rows(rows, {reaction_id: smarts})
 
     @classmethod
     def from_brics(cls, smiles: Sequence[str], n_max: int, seed: int) -> Self:
         """Cut at most `n_max` of the molecules into BRICS fragments and recombine them: see `lyceum_apex.brics`."""
         from lyceum_apex.brics import fragment, recombine
 
-        return cls._from_rows(recombine(fragment(smiles, n_max, seed)), None)
+        return cls.from_rows(recombine(fragment(smiles, n_max, seed)), None)
 
     @classmethod
-    def _from_rows(
+    def from_rows(
         cls,
         rows: Iterable[tuple[str, int, str, str]],
         smarts: Mapping[str, str] | None,

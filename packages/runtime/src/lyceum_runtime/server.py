@@ -306,21 +306,30 @@ def main(services: Iterable[str | ServiceEntry]) -> NoReturn:
     """Serves `services` until SIGTERM: what a method's `__main__.py` calls. Exits 0 after a drain, 2 with one line if
     it cannot start.
     """
-    server = None
     try:
         settings = load_settings()
         logs.setup_logging(settings)
         # Read when torch or a BLAS is first imported, which is later.
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.torch_threads))
         entries = [find_entry(service) if isinstance(service, str) else service for service in services]
-        server = Server(settings, entries)
-        asyncio.run(server.serve_forever())
+        asyncio.run(Server(settings, entries).serve_forever())
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    if server.abandoned:
-        # The interpreter would wait for a thread whose computation does not poll should_stop.
+    end_process(0)
+
+
+def end_process(code: int) -> NoReturn:
+    """Exits with `code`, also if a request or an operation left a thread behind that computes without polling.
+
+    The interpreter would wait for such a thread.
+    """
+    end = time.monotonic() + 0.5
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    for thread in others:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in others):
         logging.shutdown()
         sys.stdout.flush()
-        os._exit(0)
-    sys.exit(0)
+        os._exit(code)
+    sys.exit(code)

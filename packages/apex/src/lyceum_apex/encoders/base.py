@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from lyceum_apex.assembly import METAL_NUMBERS, Molecule
+from lyceum_apex.assembly import Molecule, any_metal
 from lyceum_apex.errors import FieldError
 from lyceum_base import Streams
 
@@ -86,9 +86,8 @@ def read(smiles: Sequence[str], first: int = 0) -> list[Molecule]:
             molecule = Chem.MolFromSmiles(text) if text else None
             if molecule is None:
                 raise FieldError(f"smiles[{first + i}]", f"RDKit cannot read {text!r}")
-            for atom in molecule.GetAtoms():
-                if atom.GetAtomicNum() in METAL_NUMBERS:
-                    atom.SetAtomicNum(0)
+            for (index,) in molecule.GetSubstructMatches(any_metal()):
+                molecule.GetAtomWithIdx(index).SetAtomicNum(0)
             molecules.append(molecule)
     return molecules
 

@@ -59,6 +59,7 @@ class MpnnEncoder(Encoder):
         order = {Chem.BondType.SINGLE: 0, Chem.BondType.DOUBLE: 1, Chem.BondType.TRIPLE: 2}
         atoms, bonds = [], []
         for molecule in molecules:
+            # Iterating by index: RDKit's sequences of atoms and bonds cost more than what is read from them.
             molecule = Chem.Mol(molecule)
             Chem.Kekulize(molecule, clearAromaticFlags=True)
             rows = [
@@ -67,11 +68,12 @@ class MpnnEncoder(Encoder):
                     min(max(a.GetDegree(), 1), DEGREES) - 1,
                     min(max(a.GetFormalCharge(), -3), 3) + 3,
                 )
-                for a in molecule.GetAtoms()
+                for a in map(molecule.GetAtomWithIdx, range(molecule.GetNumAtoms()))
             ]
             atoms.append(np.array(rows, np.int16).reshape(-1, 3))
             ends = [
-                (b.GetBeginAtomIdx(), b.GetEndAtomIdx(), order.get(b.GetBondType(), 3)) for b in molecule.GetBonds()
+                (b.GetBeginAtomIdx(), b.GetEndAtomIdx(), order.get(b.GetBondType(), 3))
+                for b in map(molecule.GetBondWithIdx, range(molecule.GetNumBonds()))
             ]
             bonds.append(np.array(ends, np.int16).reshape(-1, 3))
         return Features.from_lists({"atom": atoms, "bond": bonds})

@@ -1,0 +1,305 @@
+"""ApexService over gRPC: answers equal the core's, and each mistake of a caller gets its own error."""
+
+import io
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from google.rpc import code_pb2
+
+from lyceum.apex.v1 import apex_pb2
+from lyceum.common.v1 import common_pb2
+from lyceum_apex import SynthonLibrary
+from lyceum_runtime.client import Client
+from lyceum_runtime.codec import from_arrow_batch, from_tensor
+from lyceum_runtime.errors import InvalidArgument, ServiceError
+from lyceum_runtime.testing import serve
+
+ACIDS = ["CC(=O)[U]", "CCC(=O)[U]", "O=C([U])C1CC1", "O=C([U])c1ccccc1", "O=C([U])c1ccncc1", "COCC(=O)[U]"]
+ACIDS += ["N#CCC(=O)[U]", "O=C([U])c1ccc(F)cc1", "CCCC(=O)[U]", "CC(C)C(=O)[U]", "O=C([U])c1ccco1"]
+AMINES = ["CN[U]", "CCN[U]", "[U]NC1CC1", "[U]Nc1ccccc1", "[U]NCc1ccccc1", "[U]N1CCOCC1", "COCCN[U]"]
+AMINES += ["[U]N1CCCC1", "[U]NCC#N", "[U]Nc1ccc(Cl)cc1", "CCCN[U]"]
+HEADER = "smiles\tsynthon_id\tposition\treaction_id\tprice"
+
+
+def _rows(reaction: str = "amide") -> list[str]:
+    acids = [f"{smiles}\ta{i}\t1\t{reaction}\t{1.5 + i}" for i, smiles in enumerate(ACIDS)]
+    return acids + [f"{smiles}\tb{i}\t2\t{reaction}\t{2.25 + i}" for i, smiles in enumerate(AMINES)]
+
+
+@dataclass
+class Apex:
+    """A served library with its index."""
+
+    client: Client
+    library: apex_pb2.Library
+    surrogate: apex_pb2.Surrogate
+    index: apex_pb2.Index
+    core: SynthonLibrary
+
+    def upload(self, text: str) -> common_pb2.ArtifactRef:
+        return self.client.upload(text.encode(), media_type="text/tab-separated-values")
+
+    def search(self, query: apex_pb2.Query, **options: object) -> tuple[list[dict[str, object]], apex_pb2.SearchSummary]:
+        rows: list[dict[str, object]] = []
+        request = apex_pb2.SearchLibraryRequest(index=self.index.name, query=query, **options)  # type: ignore[arg-type]
+        for message in self.client.stub.SearchLibrary(request):
+            if message.HasField("hits"):
+                rows += from_arrow_batch(message.hits).to_pylist()
+        assert message.HasField("summary")
+        return rows, message.summary
+
+
+@pytest.fixture(scope="module")
+def apex(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apex]:
+    path = tmp_path_factory.mktemp("library") / "synthons.tsv"
+    text = "\n".join([HEADER, *_rows()]) + "\n"
+    path.write_text(text)
+    with serve("apex") as served:
+        client, stub = served.client, served.client.stub
+        importing = apex_pb2.ImportLibraryRequest(
+            tsv=apex_pb2.ImportLibraryRequest.TsvSource(synthons=client.upload(text.encode())),
+            additive_columns=["price"],
+        )
+        library = client.wait(stub.ImportLibrary(importing), apex_pb2.Library)
+        sample = apex_pb2.RdkitSample(library=library.name, product_count=110, properties=["logp", "tpsa"])
+        training = apex_pb2.TrainSurrogateRequest(rdkit_sample=sample, steps=30, seed=common_pb2.Seed(value=3))
+        surrogate = client.wait(stub.TrainSurrogate(training), apex_pb2.Surrogate)
+        building = apex_pb2.BuildIndexRequest(
+            parent=library.name, surrogate=surrogate.name, steps=30, seed=common_pb2.Seed(value=3)
+        )
+        index = client.wait(stub.BuildIndex(building), apex_pb2.Index)
+        core = SynthonLibrary.from_tsv(path, columns=("price",)).with_weight("exact_mw")
+        yield Apex(client, library, surrogate, index, core)
+
+
+def _query(k: int = 10, **fields: object) -> apex_pb2.Query:
+    fields.setdefault("objective", [apex_pb2.ObjectiveTerm(property="logp")])
+    return apex_pb2.Query(k=k, **fields)  # type: ignore[arg-type]
+
+
+def _scores(apex: Apex) -> tuple[list[str], dict[str, np.ndarray]]:
+    """All product names and every property of them, by ScoreProducts."""
+    names = [f"amide~a{i}~b{j}" for i, j in itertools.product(range(len(ACIDS)), range(len(AMINES)))]
+    scored = apex.client.stub.ScoreProducts(apex_pb2.ScoreProductsRequest(index=apex.index.name, products=names))
+    return names, dict(zip(scored.properties, from_tensor(scored.values).T))
+
+
+def test_a_library_reports_its_size_and_columns(apex: Apex) -> None:
+    assert apex.library.product_count == str(len(ACIDS) * len(AMINES))
+    assert (apex.library.reaction_count, apex.library.rgroup_count) == (1, 2)
+    assert list(apex.library.additive_columns) == ["price", "exact_mw"]
+    assert list(apex.index.properties) == ["logp", "tpsa", "price", "exact_mw"]
+
+
+@pytest.mark.parametrize("engine", [apex_pb2.ENGINE_PRUNED, apex_pb2.ENGINE_BRUTE])
+@pytest.mark.parametrize("direction", [apex_pb2.DIRECTION_MAXIMIZE, apex_pb2.DIRECTION_MINIMIZE])
+def test_hits_are_the_best_of_all_scored_products(
+    apex: Apex, engine: apex_pb2.Engine.ValueType, direction: apex_pb2.Direction.ValueType
+) -> None:
+    names, values = _scores(apex)
+    limit = float(np.median(values["exact_mw"]))
+    constraints = [apex_pb2.Constraint(property="exact_mw", upper=limit)]
+    rows, summary = apex.search(_query(7, engine=engine, direction=direction, constraints=constraints))
+    feasible = np.flatnonzero(values["exact_mw"] <= limit)
+    sign = -1.0 if direction == apex_pb2.DIRECTION_MAXIMIZE else 1.0
+    order = feasible[np.argsort(sign * values["logp"][feasible], kind="stable")][:7]
+    assert [row["product"] for row in rows] == [names[i] for i in order]
+    assert [row["predicted_logp"] for row in rows] == [values["logp"][i] for i in order]
+    assert {row["slack"] for row in rows} == {0.0}
+    assert (summary.hit_count, summary.feasible_count) == (7, 7)
+    assert rows[0]["smiles"] == apex.core.product_smiles(*apex.core.parse_name(str(rows[0]["product"])))
+
+
+def test_an_interrupted_stream_resumes_at_its_index(apex: Apex) -> None:
+    whole, _ = apex.search(_query(100))
+    assert apex.search(_query(100), start_index=40)[0] == whole[40:]
+
+
+def test_a_search_as_an_operation_writes_the_same_hits(apex: Apex) -> None:
+    request = apex_pb2.StartSearchRequest(index=apex.index.name, query=_query(50))
+    result = apex.client.wait(apex.client.stub.StartSearch(request), apex_pb2.SearchResult)
+    table = pq.read_table(io.BytesIO(apex.client.read(result.hits.artifact)))
+    assert table.to_pylist() == apex.search(_query(50))[0]
+    assert result.hits.row_count == result.summary.hit_count == 50
+
+
+def test_counts_equal_counting_scored_products(apex: Apex) -> None:
+    _, values = _scores(apex)
+    request = apex_pb2.CountMatchesRequest(
+        index=apex.index.name,
+        constraints=[apex_pb2.Constraint(property="price", lower=5.0, upper=12.0)],
+        objective=[apex_pb2.ObjectiveTerm(property="logp", weight=-1.0)],
+        min_objective=-1.0,
+    )
+    counted = apex.client.stub.CountMatches(request)
+    inside = (values["price"] >= 5.0) & (values["price"] <= 12.0) & (-values["logp"] >= -1.0)
+    assert counted.count == str(int(inside.sum()))
+    assert counted.fraction == pytest.approx(inside.mean())
+    assert 0 < int(counted.count) < len(inside)
+
+
+def test_exact_columns_are_exact(apex: Apex) -> None:
+    from rdkit import Chem
+    from rdkit.Chem import Descriptors
+
+    names, values = _scores(apex)
+    smiles = [apex.core.product_smiles(*apex.core.parse_name(name)) for name in names]
+    weights = [Descriptors.MolWt(Chem.MolFromSmiles(text)) for text in smiles]
+    np.testing.assert_allclose(values["exact_mw"], weights, rtol=0, atol=1e-9)
+
+
+def test_acceptance_03_the_interaction_contrast_of_scores_vanishes(apex: Apex) -> None:
+    _, values = _scores(apex)
+    for value in values.values():
+        grid = value.reshape(len(ACIDS), len(AMINES))
+        contrast = grid[1:, 1:] + grid[:1, :1] - grid[1:, :1] - grid[:1, 1:]
+        assert np.abs(contrast).max() < 1e-6 * np.abs(value).max()
+
+
+def test_an_explanation_adds_up_to_the_prediction(apex: Apex) -> None:
+    explained = apex.client.stub.ExplainProduct(
+        apex_pb2.ExplainProductRequest(index=apex.index.name, product="amide~a3~b4")
+    )
+    assert [(leg.rgroup, leg.synthon_id) for leg in explained.legs] == [(1, "a3"), (2, "b4")]
+    for name, prediction in explained.predictions.items():
+        total = explained.intercepts[name] + sum(leg.contributions[name] for leg in explained.legs)
+        assert total == pytest.approx(prediction, abs=1e-12)
+
+
+def test_slack_is_the_scaled_violation(apex: Apex) -> None:
+    constraints = [apex_pb2.Constraint(property="logp", upper=0.0)]
+    request = apex_pb2.ScoreProductsRequest(
+        index=apex.index.name, products=["amide~a3~b9", "amide~a0~b0"], constraints=constraints
+    )
+    scored = apex.client.stub.ScoreProducts(request)
+    logp = from_tensor(scored.values)[:, list(scored.properties).index("logp")]
+    (sigma,) = (item.std for item in apex.surrogate.properties if item.name == "logp")
+    np.testing.assert_allclose(from_tensor(scored.slack), -np.maximum(logp, 0.0) / sigma, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        (_query(objective=[apex_pb2.ObjectiveTerm(property="qed")]), "query.objective[0].property"),
+        (_query(constraints=[apex_pb2.Constraint(property="qed", upper=1.0)]), "query.constraints[0].property"),
+        (_query(constraints=[apex_pb2.Constraint(property="logp", lower=2.0, upper=1.0)]), "query.constraints[0]"),
+        (_query(constraints=[apex_pb2.Constraint(property="logp")]), "query.constraints[0]"),
+        (_query(constraints=[apex_pb2.Constraint(property="logp", upper=float("nan"))]), "query.constraints[0].upper"),
+        (_query(constraints=[apex_pb2.Constraint(property="logp", upper=1.0)] * 2), "query.constraints[1].property"),
+        (_query(objective=[apex_pb2.ObjectiveTerm(property="logp")] * 2), "query.objective[1].property"),
+        (_query(0), "query.k"),
+        (_query(100_001), "query.k"),
+    ],
+)
+def test_a_bad_query_names_its_field(apex: Apex, query: apex_pb2.Query, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        apex.search(query)
+    assert field in [violated for violated, _ in caught.value.violations]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([HEADER.removesuffix("\tprice"), "CC[U]\ta\t1\tr"], "2 to 4"),
+        ([HEADER, *_rows()[:12], "CC[Np]\tx\t2\tamide\t1"], "joints"),
+        ([HEADER, *_rows(), _rows()[0]], "repeated"),
+        ([HEADER, *_rows()[:11], "CN[U]\tb0\t3\tamide\t1"], "empty"),
+        ([HEADER, *_rows()[:5], "not smiles\tx\t1\tamide\t1"], "smiles"),
+        ([HEADER, *_rows()[:5], "CC(=O)[U]\tx\tfirst\tamide\t1"], "position"),
+        (["smiles\tsynthon_id", "CC[U]\ta"], "no such column"),
+        ([HEADER], "no rows"),
+    ],
+)
+def test_a_bad_library_is_refused_with_the_place_in_it(apex: Apex, rows: list[str], said: str) -> None:
+    source = apex_pb2.ImportLibraryRequest.TsvSource(synthons=apex.upload("\n".join(rows) + "\n"))
+    operation = apex.client.stub.ImportLibrary(apex_pb2.ImportLibraryRequest(tsv=source))
+    with pytest.raises(InvalidArgument) as caught:
+        apex.client.wait(operation, apex_pb2.Library)
+    assert said in str(caught.value)
+    assert caught.value.violations[0][0].startswith("tsv.")
+
+
+def test_a_column_that_is_no_number_is_refused(apex: Apex) -> None:
+    source = apex_pb2.ImportLibraryRequest.TsvSource(
+        synthons=apex.upload("\n".join([HEADER, *_rows(), "CC(C)(C)C(=O)[U]\tx\t1\tamide\tcheap"]) + "\n")
+    )
+    request = apex_pb2.ImportLibraryRequest(tsv=source, additive_columns=["price"])
+    with pytest.raises(InvalidArgument, match="'cheap' is not a number"):
+        apex.client.wait(apex.client.stub.ImportLibrary(request), apex_pb2.Library)
+
+
+def test_names_that_do_not_exist_and_names_that_are_taken(apex: Apex) -> None:
+    stub = apex.client.stub
+    sample = apex_pb2.RdkitSample(library="libraries/none", product_count=100, properties=["logp"])
+    calls = [
+        (code_pb2.NOT_FOUND, lambda: stub.TrainSurrogate(apex_pb2.TrainSurrogateRequest(rdkit_sample=sample))),
+        (
+            code_pb2.NOT_FOUND,
+            lambda: stub.BuildIndex(apex_pb2.BuildIndexRequest(parent=apex.library.name, surrogate="surrogates/none")),
+        ),
+        (
+            code_pb2.NOT_FOUND,
+            lambda: stub.ImportLibrary(
+                apex_pb2.ImportLibraryRequest(
+                    tsv=apex_pb2.ImportLibraryRequest.TsvSource(synthons=common_pb2.ArtifactRef(sha256="0" * 64))
+                )
+            ),
+        ),
+        (
+            code_pb2.ALREADY_EXISTS,
+            lambda: stub.ImportLibrary(
+                apex_pb2.ImportLibraryRequest(library_id=apex.library.name.partition("/")[2], zoo="real1m")
+            ),
+        ),
+        (code_pb2.INVALID_ARGUMENT, lambda: stub.ImportLibrary(apex_pb2.ImportLibraryRequest(zoo="thrombin"))),
+        (
+            code_pb2.FAILED_PRECONDITION,
+            lambda: stub.DeleteLibrary(apex_pb2.DeleteLibraryRequest(name=apex.library.name)),
+        ),
+        (
+            code_pb2.FAILED_PRECONDITION,
+            lambda: stub.DeleteSurrogate(apex_pb2.DeleteSurrogateRequest(name=apex.surrogate.name)),
+        ),
+        (
+            code_pb2.ABORTED,
+            lambda: stub.DeleteIndex(apex_pb2.DeleteIndexRequest(name=apex.index.name, etag="another")),
+        ),
+    ]
+    for code, call in calls:
+        with pytest.raises(ServiceError) as caught:
+            call()
+        assert caught.value.code == code, caught.value
+
+
+@pytest.mark.parametrize("product", ["amide", "amide~a0", "amide~a0~b99", "ether~a0~b0", "~"])
+def test_an_unknown_product_is_refused_by_its_place(apex: Apex, product: str) -> None:
+    request = apex_pb2.ScoreProductsRequest(index=apex.index.name, products=["amide~a0~b0", product])
+    with pytest.raises(InvalidArgument) as caught:
+        apex.client.stub.ScoreProducts(request)
+    assert caught.value.violations[0][0] == "products[1]"
+
+
+def test_a_probe_adds_a_property_and_old_indexes_keep_working(apex: Apex) -> None:
+    import pyarrow as pa
+
+    smiles = ["C" * n + end for n in range(1, 41) for end in ("", "O", "N")]
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"structure": smiles, "length": [float(len(text)) for text in smiles]}), sink)
+    ref = apex.client.upload(sink.getvalue())
+    request = apex_pb2.AddProbeRequest(
+        surrogate=apex.surrogate.name,
+        property_name="length",
+        table=common_pb2.TableRef(artifact=ref, columns={"smiles": "structure"}),
+    )
+    surrogate = apex.client.wait(apex.client.stub.AddProbe(request), apex_pb2.Surrogate)
+    assert [item.name for item in surrogate.properties] == ["logp", "tpsa", "length"]
+    assert surrogate.properties[2].r2_validation > 0.5
+    assert surrogate.etag != apex.surrogate.etag
+    assert len(apex.search(_query(5))[0]) == 5
+    with pytest.raises(InvalidArgument) as caught:
+        apex.client.stub.AddProbe(request)
+    assert caught.value.violations[0][0] == "property_name"
