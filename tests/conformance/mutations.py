@@ -1,7 +1,8 @@
 """Breaks a valid message in every way that its proto's rules forbid, one rule at a time.
 
-`violations(message)` walks the message's descriptor, reads the `buf.validate` options and yields one broken copy for each rule with the
-path of the field that the server must name. Rules in CEL are free text and are left to the service's own tests.
+`violations(message)` walks the message's descriptor, reads the `buf.validate` options and yields one broken copy for
+each rule with the path of the field that the server must name. Rules in CEL are free text and are left to the
+service's own tests.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What every service must do, tested for each one in the table of services over a real port, from its examples alone."""
+"""What every service must do, tested for each one in the table of services over a real port, from its examples."""
 
 import random
 import re
@@ -86,7 +86,9 @@ def test_each_broken_rule_is_refused_and_its_field_named(subject: Subject) -> No
             outcome = subject.call(rpc, [violation.message, *messages[1:]])
             where = f"{rpc}: {violation.path} ({violation.rule})"
             assert outcome.code is grpc.StatusCode.INVALID_ARGUMENT, f"{where}: {outcome.code} {outcome.text}"
-            ends = tuple(name for name in outcome.fields if name == violation.path or name.endswith("." + violation.path))
+            ends = tuple(
+                name for name in outcome.fields if name == violation.path or name.endswith("." + violation.path)
+            )
             assert ends, f"{where}: names {outcome.fields}"
             tried += 1
     assert tried > len(subject.methods) / 2
@@ -97,7 +99,9 @@ def test_random_bytes_are_never_an_internal_error(subject: Subject) -> None:
     for rpc in subject.methods:
         for _ in range(30):
             outcome = subject.call(rpc, [source.randbytes(source.randrange(1, 200))])
-            assert outcome.code not in FORBIDDEN or _asked_to_fail(subject, rpc), f"{rpc}: {outcome.code} {outcome.text}"
+            assert outcome.code not in FORBIDDEN or _asked_to_fail(subject, rpc), (
+                f"{rpc}: {outcome.code} {outcome.text}"
+            )
 
 
 def test_messages_with_random_fields_are_never_an_internal_error(subject: Subject) -> None:
@@ -210,7 +214,11 @@ def _unpacked(box: object) -> object:
 
 def _content(outcome: Outcome) -> list[object]:
     """The messages without how far the work had come when somebody looked."""
-    return [comparable(message) for message in outcome.messages if "progress" not in {f.name for f, _ in message.ListFields()}]
+    return [
+        comparable(message)
+        for message in outcome.messages
+        if "progress" not in {f.name for f, _ in message.ListFields()}
+    ]
 
 
 def test_lists_page_completely(subject: Subject) -> None:

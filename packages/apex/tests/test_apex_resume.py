@@ -14,8 +14,9 @@ from lyceum.common.v1 import common_pb2
 from lyceum_runtime.client import connect, unpack
 
 STEPS = 200  # a state is stored every 50
-ROWS = [f"{'C' * n}C(=O)[U]\ta{n}\t1\tamide" for n in range(1, 15)] + [f"{'C' * n}N[U]\tb{n}\t2\tamide" for n in range(1, 15)]
-TABLE = "\n".join(["smiles\tsynthon_id\tposition\treaction_id", *ROWS]) + "\n"
+ACIDS = [f"{'C' * n}C(=O)[U]\ta{n}\t1\tamide" for n in range(1, 15)]
+AMINES = [f"{'C' * n}N[U]\tb{n}\t2\tamide" for n in range(1, 15)]
+TABLE = "\n".join(["smiles\tsynthon_id\tposition\treaction_id", *ACIDS, *AMINES]) + "\n"
 
 
 def _start(folder: Path, port: int) -> subprocess.Popen[bytes]:

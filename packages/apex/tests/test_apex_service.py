@@ -43,7 +43,9 @@ class Apex:
     def upload(self, text: str) -> common_pb2.ArtifactRef:
         return self.client.upload(text.encode(), media_type="text/tab-separated-values")
 
-    def search(self, query: apex_pb2.Query, **options: object) -> tuple[list[dict[str, object]], apex_pb2.SearchSummary]:
+    def search(
+        self, query: apex_pb2.Query, **options: object
+    ) -> tuple[list[dict[str, object]], apex_pb2.SearchSummary]:
         rows: list[dict[str, object]] = []
         request = apex_pb2.SearchLibraryRequest(index=self.index.name, query=query, **options)  # type: ignore[arg-type]
         for message in self.client.stub.SearchLibrary(request):

@@ -22,10 +22,10 @@ def test_health_answers_within_100_ms_while_two_methods_compute(tmp_path: Path) 
 def test_echo_compares_both_kinds_of_function_at_both_loads(tmp_path: Path) -> None:
     rows = bench.run("echo", True, tmp_path)["rows"]
     assert [(row["case"], row["measured"]) for row in rows] == [
-        (f"echo {kind}", f"{what}, {clients}")
+        (f"echo {payload}, {kind}", measured)
+        for payload in ("tensor", "checked")
         for kind in ("sync", "async")
-        for clients in ("1 client", "64 clients")
-        for what in ("median latency", "throughput")
+        for measured in ("median latency, 1 client", "median latency, 64 clients", "throughput, 64 clients")
     ]
     assert all(row["value"] > 0 for row in rows)
 

@@ -1,5 +1,7 @@
 """Tensors, Arrow batches and tables: what goes in comes out, and what is wrong is refused on its field."""
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,13 +41,12 @@ def test_torch_tensors_of_every_type_come_back_with_memory_of_their_own(name, sh
     torch = pytest.importorskip("torch")
     tensor = (torch.arange(6)[: int(np.prod(shape))].reshape(shape) - 2).to(getattr(torch, name))
     message = codec.to_tensor(tensor)
-    back = codec.to_torch(message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of memory that must not be written
+        back = codec.to_torch(message)
     assert back.dtype == tensor.dtype
     assert back.shape == tensor.shape
     assert torch.equal(back, tensor)
-    before = message.data
-    back.zero_()
-    assert message.data == before
 
 
 def test_bfloat16_reaches_numpy_as_the_float32_of_the_same_value():

@@ -65,7 +65,7 @@ def run(client: Client, report: Callable[[str, str], None]) -> TourResult:
         rows=[
             (
                 "library",
-                f"{library.reaction_count} reactions, {library.synthon_count:,} synthons, {library.product_count} products",
+                f"{library.reaction_count} reactions, {library.synthon_count} synthons",
             ),
             ("surrogate, held-out R2", ", ".join(f"{name} {value:.3f}" for name, value in held_out.items())),
             ("index against surrogate, R2", ", ".join(f"{name} {value:.3f}" for name, value in fidelity.items())),

@@ -1,7 +1,8 @@
 """What every benchmark reports: its measurements with their targets, and where they were made.
 
 A benchmark returns :func:`report`'s dictionary, which :func:`save` writes to `results.json`; a README's table comes
-from that file between two markers (:func:`write_readme`), never from a hand."""
+from that file between two markers (:func:`write_readme`), never from a hand.
+"""
 
 import json
 import operator

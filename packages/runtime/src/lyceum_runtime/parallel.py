@@ -3,7 +3,8 @@
 A core writes `Parallel(n_jobs=...)(delayed(f)(x) for x in xs)` and knows nothing of services. Inside
 :func:`parallel_backend` its tasks run in loky's worker processes (spawned, never forked, and kept for the next call);
 each batch of tasks that joblib sends to a worker is one span there, and spans that the tasks open are its children.
-They are written before the batch's result is returned, since a worker may be reaped at any time after."""
+They are written before the batch's result is returned, since a worker may be reaped at any time after.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -2,7 +2,8 @@
 be trusted.
 
 The child is a fresh interpreter (never a fork), leads its own process group, and belongs to the caller's trace. Its
-argument and result are JSON."""
+argument and result are JSON.
+"""
 
 import contextlib
 import importlib

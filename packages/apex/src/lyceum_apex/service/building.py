@@ -1,6 +1,6 @@
 """TrainSurrogate, AddProbe and BuildIndex: from labelled molecules to an index that can be searched."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,7 +108,7 @@ def _labelled(table: common_pb2.TableRef, names: Sequence[str], call: Call) -> t
     return smiles, np.column_stack([columns.column(name).to_numpy().astype(np.float64) for name in names])
 
 
-def _label(request: apex_pb2.TrainSurrogateRequest, call: Call) -> Iterator[Checkpoint]:
+def _label(request: apex_pb2.TrainSurrogateRequest, call: Call) -> Generator[Checkpoint, None, tuple[list[str], Any]]:
     """Assembles a sample of products and labels it. Products that do not assemble are left out."""
     from lyceum_apex.chemistry import properties
     from lyceum_apex.library import ProductBatch

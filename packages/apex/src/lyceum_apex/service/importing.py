@@ -29,7 +29,7 @@ def check_import(request: apex_pb2.ImportLibraryRequest, call: Call) -> None:
         if request.zoo != "real1m":
             raise InvalidArgument(("zoo", f"{request.zoo!r} is not a library; the data set with one is real1m"))
     else:
-        for field, ref in getattr(request, source).ListFields():
+        for _, ref in getattr(request, source or "").ListFields():
             if isinstance(ref, common_pb2.ArtifactRef):
                 call.artifacts.stat(ref)
     if request.additive_columns and source not in ("parquet", "tsv"):

@@ -125,7 +125,7 @@ def _summary(hits: "Hits", assembly_seconds: float) -> apex_pb2.SearchSummary:
 
 
 def _table(library: "SynthonLibrary", hits: "Hits", start: int, end: int, omit_smiles: bool) -> Any:
-    """Hits `start` to `end` as an Arrow table: product, smiles, objective, slack, predicted_<property> of each queried."""
+    """Hits `start` to `end` as Arrow: product, smiles, objective, slack, predicted_<property> of each queried one."""
     import pyarrow as pa
 
     from lyceum_apex.library import ProductBatch
