@@ -89,10 +89,10 @@ def python_package(name, description):
     )
 
 
-def sources():
-    """In a package's src/BUILD, which Pants needs at the source root."""
+def sources(*dependencies):
+    """In a package's src/BUILD, which Pants needs at the source root; `dependencies` are what no import shows."""
     resources(name="data", sources=["**/*", "!**/*.py", "!BUILD"])
-    python_sources(sources=["**/*.py"], dependencies=[":data"])
+    python_sources(sources=["**/*.py"], dependencies=[":data", *dependencies])
 
 
 def tests(package, *dependencies):

@@ -267,6 +267,8 @@ def test_the_callers_trace_goes_on_in_the_server(subject: Subject) -> None:
     trace, parent = f"{random.Random(3).getrandbits(128):032x}", f"{random.Random(4).getrandbits(64):016x}"
     rpc = next(rpc for rpc in subject.examples if not rpc.startswith("Delete") and not subject.long_running(rpc))
     subject.call(rpc, subject.examples[rpc], metadata=(("traceparent", f"00-{trace}-{parent}-01"),))
-    telemetry.flush()
-    spans = SpanStore(subject.served.settings.state_dir / "spans.db").trace(trace)
-    assert [span.parent_id for span in spans if span.name.endswith(rpc)] == [parent]
+    store = SpanStore(subject.served.settings.state_dir / "spans.db")
+    end = time.monotonic() + 10.0
+    while not (spans := [span for span in store.trace(trace) if span.name.endswith(rpc)]) and time.monotonic() < end:
+        telemetry.flush()
+    assert [span.parent_id for span in spans] == [parent]

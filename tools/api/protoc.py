@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import grpc_tools
@@ -58,7 +58,7 @@ def run(arguments: Iterable[str]) -> None:
         raise SystemExit(status)
 
 
-def generate_python(root: str, output: str, files: Iterable[str], *, grpc: bool) -> None:
+def generate_python(root: str, output: str, files: Sequence[str], *, grpc: bool) -> None:
     """Writes modules and type stubs for ``files`` (below ``root``) to ``output``."""
     scripts = Path(sys.executable).parent
     arguments = [f"-I{root}", f"--python_out={output}", f"--mypy_out=quiet:{output}"]
@@ -67,6 +67,9 @@ def generate_python(root: str, output: str, files: Iterable[str], *, grpc: bool)
         arguments += [f"--grpc_python_out={output}", f"--mypy_grpc_out=quiet:{output}"]
         arguments.append(f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}")
     run([*arguments, *files])
+    for file in files:
+        # The stubs beside the modules are to be believed (PEP 561); the packages have no other place for the mark.
+        Path(output, file).parent.joinpath("py.typed").touch()
 
 
 def image(root: Path) -> bytes:

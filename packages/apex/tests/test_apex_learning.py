@@ -92,7 +92,7 @@ def test_a_resumed_surrogate_equals_an_uninterrupted_one_byte_for_byte(
 def test_a_resumed_factoriser_equals_an_uninterrupted_one_byte_for_byte(
     library: SynthonLibrary, surrogate: Surrogate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lyceum_apex.factorizer._STATE_EVERY", {"ecfp": 4})
+    monkeypatch.setattr("lyceum_apex.factorizer._STATE_EVERY", 4)
     whole = states(Factorizer.iter_fit(library, surrogate, steps=10, seed=3))
     assert len(whole) == 3
     for position in range(len(whole)):

@@ -1,17 +1,20 @@
 """Where the work of requests runs: threads of the runtime's own, of which a bounded number computes at a time.
 
-Each request has a thread, so that a generator stays on one (torch's modes and joblib's settings belong to a thread),
-and takes one of `workers` slots only while it computes: a stream whose reader is slow, or an upload whose sender is,
-gives its slot to others while it waits. A lane bounds how many requests may be inside at once; what comes on top is
-refused, never queued without end.
+A function that takes one request and gives one answer runs on one of `workers` shared threads. Every other request has
+a thread of its own, so that a generator stays on one (torch's modes and joblib's settings belong to a thread), and
+takes one of `workers` slots only while it computes: a stream whose reader is slow, or an upload whose sender is, gives
+its slot to others while it waits. A lane bounds how many requests may be inside at once; what comes on top is refused,
+never queued without end.
 """
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -33,17 +36,20 @@ def stopped() -> Exception:
 
 
 class Stop:
-    """Whether one request's work should end: its caller left, its deadline passed, or the server stops."""
+    """Whether one request's work should end: its caller left, its deadline passed, or the server stops.
+
+    The event loop sets it; any thread may ask.
+    """
 
     def __init__(self, seconds: float | None = None, *, waiter: bool = False) -> None:
         self.waiter = waiter
         """The request only waits for other work and loses nothing by ending."""
         self._deadline = None if seconds is None else time.monotonic() + seconds
-        self._event = threading.Event()
+        self._set = False
         self._callbacks: list[Callable[[], object]] = []
 
     def __call__(self) -> bool:
-        return self._event.is_set() or self.expired()
+        return self._set or self.expired()
 
     def expired(self) -> bool:
         """Whether the deadline has passed."""
@@ -51,14 +57,14 @@ class Stop:
 
     def set(self) -> None:
         """Ask the work to end and wake it if it waits for a message."""
-        self._event.set()
+        self._set = True
         for callback in self._callbacks:
             callback()
 
     def on_set(self, callback: Callable[[], object]) -> None:
         """Call `callback` at `set`."""
         self._callbacks.append(callback)
-        if self._event.is_set():
+        if self._set:
             callback()
 
 
@@ -92,7 +98,7 @@ class Slot:
 class Lane:
     """A bounded number of requests, the threads they run on, and the slots in which they compute.
 
-    With `workers` None waiting is all that the work does, and it needs no slot.
+    With `workers` None waiting is all that the work does: it needs no slot, and a thread of its own.
     """
 
     def __init__(self, name: str, *, workers: int | None, limit: int) -> None:
@@ -100,14 +106,57 @@ class Lane:
         self.pending = 0
         self._free = None if workers is None else threading.Semaphore(workers)
         self._lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(limit, thread_name_prefix=f"lyceum-{name}")
+        self._own = ThreadPoolExecutor(limit, thread_name_prefix=f"lyceum-{name}")
+        self._shared = ThreadPoolExecutor(workers, f"lyceum-{name}-shared") if workers else self._own
+        self._ended: deque[tuple[asyncio.Future[Any], Any, Exception | None]] = deque()
+        self._told = False  # the loop knows that something has ended
 
-    def submit(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+    def submit(self, work: Callable[[], T], stop: Stop, *, shared: bool = False) -> "asyncio.Future[T]":
         """Runs `work` on a thread, in the caller's context. It counts as pending until the thread is done with it.
 
         Raises:
             ResourceExhausted: the lane is full; with RetryInfo.
         """
+        self._enter()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            result, failure = None, None
+            try:
+                result = context.run(work)
+            except Exception as error:
+                failure = error
+            self._leave()
+            self._end(loop, future, result, failure)
+
+        queued = (self._shared if shared else self._own).submit(run)
+
+        def drop() -> None:
+            if queued.cancel():
+                self._leave()
+                _settle(future, None, stopped())
+
+        stop.on_set(drop)
+        # Nobody waits any more once the caller has left; asyncio would then report the error as never retrieved.
+        future.add_done_callback(_retrieve)
+        return future
+
+    @contextlib.contextmanager
+    def admitted(self) -> Generator[None, None, None]:
+        """Counts work on the event loop as pending.
+
+        Raises:
+            ResourceExhausted: the lane is full; with RetryInfo.
+        """
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
         with self._lock:
             if self.pending >= self.limit:
                 raise ResourceExhausted(
@@ -115,16 +164,27 @@ class Lane:
                     retry_after_seconds=1.0,
                 )
             self.pending += 1
-        future: Future[T] = self._executor.submit(contextvars.copy_context().run, work)
-        future.add_done_callback(lambda _: self._leave())
-        wrapped = asyncio.wrap_future(future)
-        # Nobody waits any more once the caller has left; asyncio would then report the error as never retrieved.
-        wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return wrapped
 
     def _leave(self) -> None:
         with self._lock:
             self.pending -= 1
+
+    def _end(
+        self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", result: Any, failure: Exception | None
+    ) -> None:
+        """Takes an outcome to the event loop. One wake-up brings all that have come together: each costs a system
+        call, in which the thread loses the interpreter to the loop.
+        """
+        self._ended.append((future, result, failure))
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: work that was left behind
+                loop.call_soon_threadsafe(self._settle_ended)
+
+    def _settle_ended(self) -> None:
+        self._told = False  # before the queue is read: what comes later tells again
+        while self._ended:
+            _settle(*self._ended.popleft())
 
     def slot(self, stop: Stop) -> Slot:
         """The slot of one request."""
@@ -132,7 +192,22 @@ class Lane:
 
     def close(self) -> None:
         """Starts nothing more. A thread that is inside a computation that does not poll runs on."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._own, self._shared):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:
+    if future.done():  # its caller has left
+        return
+    if failure is None:
+        future.set_result(result)
+    else:
+        future.set_exception(failure)
+
+
+def _retrieve(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 class Inbox(Generic[T]):
