@@ -25,6 +25,9 @@ def bench(
     out_dir: Annotated[Path, typer.Option("--out", help="Where results.json and figures go.", file_okay=False)] = Path(
         "benchmarks"
     ),
+    readme: Annotated[
+        Path | None, typer.Option("--readme", help="Page whose table is written from the results.", exists=True)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run benchmarks and write their results."""
@@ -41,5 +44,9 @@ def bench(
     out_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         results: Any = benchmark.run(case, quick, out_dir)
+    if readme is not None:
+        from lyceum_runtime.bench_report import write_readme
+
+        write_readme(readme, results)
     if as_json:
         emit(results)

@@ -51,6 +51,7 @@ STREAM_SECONDS = 3600.0
 
 CHUNK_BYTES = 1 << 20
 _RECONNECT_SECONDS = 60.0
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.2, 2.0  # before a lost connection is tried again
 _MESSAGE_BYTES = 128 * 1024 * 1024 + 128 * 1024  # the server's own limit is lower and its error clearer
 _METADATA_BYTES = 64 * 1024
 _STATUS_KEY = "grpc-status-details-bin"
@@ -165,13 +166,14 @@ class Client:
         """
         end = None if timeout is None else time.monotonic() + timeout
         lost_since: float | None = None
+        pause = _PAUSE_SECONDS
         while True:
             left = STREAM_SECONDS if end is None else end - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(f"{name} is not done after {timeout:g} s; it goes on, wait for it again")
             try:
                 for state in self._watching.WatchOperation(watching_pb2.WatchOperationRequest(name=name), timeout=left):
-                    lost_since = None
+                    lost_since, pause = None, _PAUSE_SECONDS
                     yield state.operation
                     if state.operation.done:
                         return
@@ -182,7 +184,8 @@ class Client:
                 lost_since = lost_since or now
                 if now - lost_since > _RECONNECT_SECONDS:
                     raise
-            time.sleep(0.2)
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def upload(
         self, source: Path | str | bytes, *, media_type: str = "application/octet-stream"

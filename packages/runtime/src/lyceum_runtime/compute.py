@@ -10,6 +10,7 @@ never queued without end.
 import asyncio
 import contextlib
 import contextvars
+import functools
 import threading
 import time
 from collections import deque
@@ -26,6 +27,8 @@ QUEUED_MESSAGES = 16
 """Messages of a stream that wait on either side of the thread."""
 
 _POLL_SECONDS = 0.1
+_GATHER_SECONDS = 0.002  # for which a busy server gathers work before it wakes a thread
+_BUSY = 8  # requests inside
 
 
 def stopped() -> Exception:
@@ -95,6 +98,79 @@ class Slot:
             self._free.release()
 
 
+class _Threads:
+    """Threads for plain functions. One works off what has come together, and the others join it when it is held up:
+    with small functions a second thread only contends for the interpreter, and each wake-up costs as much as a call.
+
+    Used by the event loop only.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._wakes: SimpleQueue[bool] = SimpleQueue()  # True: look for work, False: end
+        self._idle = deque(range(count))  # appended and popped atomically, so a count that needs no lock
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self._count = count
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(self, work: Callable[[], None], *, busy: bool) -> None:
+        """Runs `work` on a thread. On a busy server a thread is woken for several at once."""
+        self._waiting.append(work)
+        if len(self._idle) == self._count and not busy:
+            self._wake()
+        elif self._timer is None:
+            self._look_again()
+
+    def cancel(self, work: Callable[[], None]) -> bool:
+        """Whether `work` had not begun, and never will."""
+        try:
+            self._waiting.remove(work)
+        except ValueError:
+            return False
+        return True
+
+    def _look_again(self) -> None:
+        head = self._waiting[0] if self._waiting else None
+        self._timer = asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._join, head)
+
+    def _join(self, head: Callable[[], None] | None) -> None:
+        self._timer = None
+        if not self._waiting:
+            return
+        if len(self._idle) == self._count:
+            self._wake()
+        elif self._waiting[0] is head:  # nothing has been begun since
+            for _ in range(min(len(self._idle), len(self._waiting))):
+                self._wake()
+        self._look_again()
+
+    def _wake(self) -> None:
+        self._idle.pop()
+        if len(self._threads) < self._count - len(self._idle):
+            thread = threading.Thread(target=self._work, name=f"{self._name}_{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._wakes.put(True)
+
+    def _work(self) -> None:
+        while self._wakes.get():
+            while self._waiting:
+                try:
+                    work = self._waiting.popleft()
+                except IndexError:
+                    break
+                work()
+                del work
+            self._idle.append(0)
+
+    def close(self) -> None:
+        """Starts nothing more."""
+        self._waiting.clear()
+        for _ in self._threads:
+            self._wakes.put(False)
+
+
 class Lane:
     """A bounded number of requests, the threads they run on, and the slots in which they compute.
 
@@ -107,7 +183,7 @@ class Lane:
         self._free = None if workers is None else threading.Semaphore(workers)
         self._lock = threading.Lock()
         self._own = ThreadPoolExecutor(limit, thread_name_prefix=f"lyceum-{name}")
-        self._shared = ThreadPoolExecutor(workers, f"lyceum-{name}-shared") if workers else self._own
+        self._shared = None if workers is None else _Threads(f"lyceum-{name}-shared", workers)
         self._ended: deque[tuple[asyncio.Future[Any], Any, Exception | None]] = deque()
         self._told = False  # the loop knows that something has ended
 
@@ -131,10 +207,15 @@ class Lane:
             self._leave()
             self._end(loop, future, result, failure)
 
-        queued = (self._shared if shared else self._own).submit(run)
+        cancel: Callable[[], bool]
+        if shared and self._shared is not None:
+            self._shared.submit(run, busy=self.pending > _BUSY)
+            cancel = functools.partial(self._shared.cancel, run)
+        else:
+            cancel = self._own.submit(run).cancel
 
         def drop() -> None:
-            if queued.cancel():
+            if not future.done() and cancel():
                 self._leave()
                 _settle(future, None, stopped())
 
@@ -192,8 +273,9 @@ class Lane:
 
     def close(self) -> None:
         """Starts nothing more. A thread that is inside a computation that does not poll runs on."""
-        for threads in (self._own, self._shared):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._own.shutdown(wait=False, cancel_futures=True)
+        if self._shared is not None:
+            self._shared.close()
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:

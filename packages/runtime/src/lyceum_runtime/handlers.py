@@ -228,8 +228,8 @@ class _Request:
             try:
                 return self._serialize(await function(request, self.rpc.host.call(self.tenant, self.stop)))
             except asyncio.CancelledError:
-                if self.stop() and task is not None and not task.uncancel():
-                    raise stopped() from None
+                if self.rpc.host.draining() and task is not None and not task.uncancel():
+                    raise stopped() from None  # not gRPC but the drain has cancelled it, and the caller still waits
                 raise
             finally:
                 self.awaited = None

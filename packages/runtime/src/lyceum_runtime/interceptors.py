@@ -42,7 +42,7 @@ def _untraced(method: str) -> bool:
 def _start(method: str, kind: SpanKind, parent: otel_context.Context | None = None) -> trace.Span:
     name = method.lstrip("/")
     attributes = {"rpc.system.name": "grpc", "rpc.method": name}
-    return telemetry.tracer().start_span(name, parent, kind, attributes)
+    return telemetry.start_request(name, parent, kind, attributes)
 
 
 def _end(span: trace.Span, side: str, method: str, code: grpc.StatusCode, started: float, *, error: bool) -> None:
@@ -108,7 +108,8 @@ def _traced(method: str, handler: Any) -> Any:
 def _begin(method: str, context: Any) -> None:
     started = time.perf_counter()
     metadata = {key: value for key, value in context.invocation_metadata() if key.startswith("trace")}
-    span = _start(method, SpanKind.SERVER, telemetry.remote_context(metadata))
+    parent = telemetry.remote_context(metadata) if metadata else otel_context.Context()
+    span = _start(method, SpanKind.SERVER, parent)
     # Never detached: the task's context ends with the task, and a stream's generator may be closed in another one.
     otel_context.attach(trace.set_span_in_context(span))
 

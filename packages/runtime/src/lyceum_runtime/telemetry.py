@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ class _State:
     meter: metrics.Meter = metrics.get_meter("lyceum_runtime")
     tracers: "TracerProvider | None" = None
     exporter: "SpanExporter | None" = None
+    start_request: "Callable[..., trace.Span] | None" = None
     meters: "MeterProvider | None" = None
 
 
@@ -93,6 +95,8 @@ def setup_process(state_dir: Path, service_name: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    from lyceum_runtime.request_span import RequestSpan, records_all
+
     resource = Resource.create({"service.name": service_name})
     exporter: SpanExporter
     if endpoint:
@@ -107,8 +111,10 @@ def setup_process(state_dir: Path, service_name: str) -> None:
         delay_millis = 500  # `lyceum trace` should see a call soon after it ended
     # Not the global provider: another library's instrumentation must not write request text into our spans.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=delay_millis))
+    processor = BatchSpanProcessor(exporter, schedule_delay_millis=delay_millis)
+    provider.add_span_processor(processor)
     with _lock:
+        _state.start_request = partial(RequestSpan, provider, processor) if records_all(provider) else None
         _state.key, _state.service, _state.exporter = key, service_name, exporter
         _state.tracers, _state.tracer = provider, provider.get_tracer("lyceum_runtime")
         if endpoint:
@@ -140,7 +146,7 @@ def shutdown(timeout_seconds: float = SHUTDOWN_SECONDS) -> None:
     """Flush and stop. Returns after `timeout_seconds` at the latest; what was not sent by then is lost."""
     with _lock:
         tracers, exporter, meters = _state.tracers, _state.exporter, _state.meters
-        _state.key = _state.tracers = _state.exporter = _state.meters = None
+        _state.key = _state.tracers = _state.exporter = _state.meters = _state.start_request = None
         _state.tracer, _state.meter = trace.get_tracer("lyceum_runtime"), metrics.get_meter("lyceum_runtime")
         _instruments.clear()
     if tracers is None:
@@ -181,6 +187,16 @@ def service_name() -> str:
 def tracer() -> trace.Tracer:
     """This process's tracer: the one of :func:`setup`, else the application's global one."""
     return _state.tracer
+
+
+def start_request(
+    name: str, context: otel_context.Context | None, kind: SpanKind, attributes: dict[str, str]
+) -> trace.Span:
+    """A new span for an RPC, child of the one in `context`, by default the current one."""
+    parent = trace.get_current_span(context).get_span_context()
+    if _state.start_request is None or (parent.is_valid and not parent.trace_flags.sampled):
+        return _state.tracer.start_span(name, context, kind, attributes)
+    return _state.start_request(name, parent if parent.is_valid else None, kind, attributes)
 
 
 def carrier() -> dict[str, str]:

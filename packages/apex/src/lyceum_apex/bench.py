@@ -1,0 +1,137 @@
+"""`lyceum bench apex`: time, memory and work of exact search beside brute force and numpy, on the same libraries.
+
+Legs are Gaussian; four properties other than the objective have an upper bound of 0.5, and one of them is correlated
+0.7 with the objective. Brute force (our own threaded kernel) and numpy (all products materialised, then argpartition)
+run up to 10^8 products and must find the same hits; above that the pruned engine runs alone.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lyceum_apex.contributions import ContributionTable
+from lyceum_apex.counting import count
+from lyceum_apex.query import Bounds, Engine, Hits, Query
+from lyceum_apex.search import search
+from lyceum_runtime.bench_report import Row, report, save, show
+
+SEED = 0
+NAMES = ("objective", "correlated", "p2", "p3", "p4")
+FOUR: dict[str, Bounds] = dict.fromkeys(NAMES[1:], (None, 0.5))
+BRUTE_LARGEST = 10**8  # numpy then holds 0.8 GB a column
+PACKAGES = ("numba", "numpy")
+T = TypeVar("T")
+
+
+def run(case: str | None, quick: bool, out_dir: Path) -> dict[str, Any]:
+    """Measure `case` (None: all of :data:`CASES`), print the table, write `out_dir`/results.json and return its
+    content.
+
+    Raises:
+        ValueError: no such case.
+    """
+    if case is not None and case not in CASES:
+        raise ValueError(f"no case {case!r}; there are {', '.join(CASES)}")
+    _warm()
+    rows = [row for name, measure in CASES.items() if case in (None, name) for row in measure(quick)]
+    results = report("apex", rows, seed=SEED, quick=quick, sizes={"constraints": len(FOUR)}, packages=PACKAGES)
+    show(results)
+    save(results, out_dir)
+    return results
+
+
+def engines(quick: bool) -> Iterator[Row]:
+    """The pruned engine against brute force and numpy on one two-component reaction, k = 1,000."""
+    for products in (10**6, 10**7) if quick else (10**6, 10**7, BRUTE_LARGEST):
+        side = round(products**0.5)
+        table = gaussian_library(((side, side),))
+        for constraints in ({}, FOUR):
+            where = f"{products:.0e} products, {len(constraints)} constraints"
+            pruned, seconds = _timed(lambda t=table, c=constraints: _search(t, 1000, c))  # type: ignore[misc]
+            brute, brute_seconds = _timed(lambda t=table, c=constraints: _search(t, 1000, c, "brute"))  # type: ignore[misc]
+            best, numpy_seconds = _timed(lambda t=table, c=constraints: numpy_top_k(t, 1000, c))  # type: ignore[misc]
+            np.testing.assert_array_equal(brute.synthons, pruned.synthons)
+            np.testing.assert_array_equal(best, pruned.objective)
+            context = f"pruned {seconds:.3f} s, touched {_touched(pruned):.1e}"
+            yield Row(where, "brute force over pruned, time", brute_seconds / seconds, context=context)
+            yield Row(where, "numpy over pruned, time", numpy_seconds / seconds, context=f"numpy {numpy_seconds:.2f} s")
+
+
+def large(quick: bool) -> Iterator[Row]:
+    """Libraries that are not scanned: the pruned engine alone."""
+    side = 10_000 if quick else 100_000
+    flat = gaussian_library(((side, side),))
+    infeasible: dict[str, Bounds] = {"correlated": (None, -12.0)}
+    root, fourth = round(side ** (2 / 3)), round(side**0.5)
+    cases: list[tuple[str, ContributionTable, int, dict[str, Bounds], str]] = [
+        ("2 R-groups, no constraint", flat, 1000, {}, ""),
+        ("2 R-groups, 4 constraints", flat, 1000, FOUR, "<= 15"),
+        ("2 R-groups, 4 constraints", flat, 100_000, FOUR, ""),
+        ("2 R-groups, correlation 0.97", gaussian_library(((side, side),), correlation=0.97), 1000, FOUR, ""),
+        ("2 R-groups, infeasible", flat, 1000, infeasible, ""),
+        ("3 R-groups, 4 constraints", gaussian_library(((root,) * 3,)), 1000, FOUR, ""),
+        ("4 R-groups, 4 constraints", gaussian_library(((fourth,) * 4,)), 1000, FOUR, ""),
+        ("4 R-groups, no constraint", gaussian_library(((side,) * 4,)), 1000, {}, ""),
+    ]
+    for where, table, k, constraints, target in cases:
+        hits, seconds = _timed(lambda t=table, k=k, c=constraints: _search(t, k, c))  # type: ignore[misc]
+        name = f"{table.product_count:.0e} products, {where}, k={k:,}"
+        yield Row(name, "time", seconds, unit="s", target=target, context=f"touched {_touched(hits):.1e}")
+
+
+def counting(quick: bool) -> Iterator[Row]:
+    """Exact counts without enumeration."""
+    side = 3_162 if quick else 31_623
+    table = gaussian_library(((side, side),))
+    one: dict[str, Bounds] = {"objective": (1.0, None)}
+    for constraints in (one, FOUR):
+        found, seconds = _timed(lambda c=constraints: count(table, c))  # type: ignore[misc]
+        where = f"count in {table.product_count:.0e} products, {len(constraints)} bounds"
+        yield Row(where, "time", seconds, unit="s", context=f"{found.count:,} match ({found.fraction:.2%})")
+
+
+CASES: dict[str, Callable[[bool], Iterator[Row]]] = {"engines": engines, "large": large, "counting": counting}
+"""What `--case` takes."""
+
+
+def gaussian_library(sizes: tuple[tuple[int, ...], ...], correlation: float = 0.7) -> ContributionTable:
+    """Standard normal contributions; property 1 has the given correlation with the objective."""
+    values = np.random.default_rng(SEED).normal(size=(sum(map(sum, sizes)), len(NAMES)))
+    values[:, 1] = correlation * values[:, 0] + np.sqrt(1 - correlation**2) * values[:, 1]
+    return ContributionTable(sizes, values, np.zeros(len(NAMES)), np.full(len(NAMES), np.sqrt(2)), NAMES)
+
+
+def numpy_top_k(table: ContributionTable, k: int, constraints: dict[str, Bounds]) -> np.ndarray[Any, Any]:
+    """Objectives of the k best feasible products of a two-component reaction: all materialised, then argpartition."""
+    first = table.sizes[0][0]
+    objective = np.add.outer(table.values[:first, 0], table.values[first:, 0])
+    for name, (_, upper) in constraints.items():
+        c = table.names.index(name)
+        objective[np.add.outer(table.values[:first, c], table.values[first:, c]) > upper] = -np.inf
+    flat = objective.ravel()
+    return np.sort(flat[np.argpartition(flat, len(flat) - k)[len(flat) - k :]])[::-1]
+
+
+def _search(table: ContributionTable, k: int, constraints: dict[str, Bounds], engine: Engine = "pruned") -> Hits:
+    return search(table, Query(objective="objective", k=k, constraints=constraints, engine=engine))
+
+
+def _touched(hits: Hits) -> float:
+    return hits.stats.products_touched / hits.stats.products_total
+
+
+def _warm() -> None:
+    """Compiles the kernels, or loads them from their cache."""
+    small = gaussian_library(((9, 9),))
+    _search(small, 5, FOUR)
+    _search(small, 5, FOUR, "brute")
+    count(small, FOUR)
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    begun = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - begun
