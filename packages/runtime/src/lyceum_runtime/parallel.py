@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lyceum_runtime import telemetry
+from lyceum_runtime.settings import available_cpus
 
 if TYPE_CHECKING:
     from lyceum_runtime.settings import Settings
@@ -27,7 +28,7 @@ def parallel_backend(settings: "Settings") -> Iterator[None]:
     import joblib
 
     backend = _traced_loky_backend(settings.state_dir)
-    with joblib.parallel_config(backend=backend, inner_max_num_threads=settings.torch_threads):
+    with joblib.parallel_config(backend=backend, n_jobs=available_cpus(), inner_max_num_threads=settings.torch_threads):
         yield
 
 
