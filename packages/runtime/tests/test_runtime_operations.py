@@ -184,6 +184,18 @@ def test_an_unexpected_error_is_internal_and_its_text_is_stored_nowhere(
     assert all(record.levelno <= logging.INFO for record in from_dbos)
 
 
+def test_a_run_that_cannot_even_begin_fails_rather_than_hangs(
+    engine: OperationsEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(settings: Settings) -> None:
+        raise ImportError("no module named joblib")
+
+    monkeypatch.setattr("lyceum_runtime.operation_run.parallel_backend", broken)
+    finished = done(engine, train(engine, steps=1))
+    assert finished.error.code == code_pb2.INTERNAL
+    assert "joblib" not in finished.error.message
+
+
 def test_watch_shows_each_stage_and_ends_with_the_finished_operation(engine: OperationsEngine) -> None:
     operation = train(engine, steps=10, seconds_per_step=0.1)
     seen = list(engine.watch(operation.name, TENANT))

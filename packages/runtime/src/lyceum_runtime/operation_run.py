@@ -93,6 +93,10 @@ class OperationRun:
                 self._recorded.append(checkpoint)
             self._runner.step("finish", self._finish)
 
+    def fail_unexpectedly(self, error: Exception) -> None:
+        """Ends the operation for a reason that lies in none of its steps, such as a library that cannot be imported."""
+        self._fail(self._unexpected(error))
+
     def request_stop(self, *, cancel: bool) -> None:
         """Asks the computation to stop: for good, or to be resumed elsewhere."""
         if cancel:

@@ -27,7 +27,7 @@ from lyceum_runtime.artifacts import ArtifactStore, record_uses, referenced
 from lyceum_runtime.database import Database
 from lyceum_runtime.dbos_runner import DbosRunner, Parked, Task
 from lyceum_runtime.definition import Call, LongMethod, ServiceDefinition
-from lyceum_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from lyceum_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError, Unavailable
 from lyceum_runtime.identifiers import new_id
 from lyceum_runtime.leases import Lease
 from lyceum_runtime.operation_run import OperationRun
@@ -321,6 +321,10 @@ class OperationsEngine:
         except Parked:
             self._store.park(operation_id, number)
             raise
+        except ServiceError:
+            raise  # the run has recorded it
+        except Exception as error:
+            run.fail_unexpectedly(error)
         finally:
             if self._runs.get(operation_id) is run:
                 del self._runs[operation_id]
