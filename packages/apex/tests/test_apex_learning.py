@@ -89,6 +89,30 @@ def test_a_resumed_surrogate_equals_an_uninterrupted_one_byte_for_byte(
     assert other[-1] != whole[-1]
 
 
+def test_the_running_probe_averages_batches_with_weight_0_9_on_the_newest(
+    training: tuple[list[str], np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from lyceum_apex import ridge
+
+    batches: list[torch.Tensor] = []
+    real = ridge.leave_one_out
+
+    def watched(x: torch.Tensor, y: torch.Tensor, eps: float) -> ridge.LeaveOneOut:
+        result = real(x, y, eps)
+        batches.append(result.beta)
+        return result
+
+    monkeypatch.setattr(ridge, "leave_one_out", watched)
+    monkeypatch.setattr("lyceum_apex.surrogate._STATE_EVERY", {"ecfp": 3})
+    smiles, y = training[0][:80], training[1][:80]
+    run = Surrogate.iter_fit(smiles, y, NAMES, steps=4)
+    state = next(checkpoint.state for checkpoint in run if checkpoint.state is not None)
+    first, second, third = batches
+    np.testing.assert_allclose(state["running.beta"], 0.09 * second + 0.01 * first + 0.9 * third, rtol=1e-5)
+
+
 def test_a_resumed_factoriser_equals_an_uninterrupted_one_byte_for_byte(
     library: SynthonLibrary, surrogate: Surrogate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +156,8 @@ def test_a_surrogate_comes_back_from_its_bytes(surrogate: Surrogate) -> None:
 def test_embeddings_do_not_depend_on_atom_order_or_on_the_batch() -> None:
     import torch
 
-    from lyceum_apex.encoders import featurise, initialise, make_encoder
+    from lyceum_apex.encoders import initialise, make_encoder
+    from lyceum_apex.features import featurise
     from lyceum_base import Streams
 
     spellings = ["OC(=O)c1ccccc1N", "Nc1ccccc1C(O)=O", "c1cccc(N)c1C(=O)O"]
@@ -140,8 +165,8 @@ def test_embeddings_do_not_depend_on_atom_order_or_on_the_batch() -> None:
         encoder = make_encoder(name)
         initialise(encoder, Streams(0))
         with torch.no_grad():
-            alone = encoder(featurise(encoder, spellings)).numpy()
-            mixed = encoder(featurise(encoder, [*TAILS, spellings[0]])).numpy()[-1]
+            alone = encoder(featurise(encoder.name, spellings)).numpy()
+            mixed = encoder(featurise(encoder.name, [*TAILS, spellings[0]])).numpy()[-1]
         scale = np.abs(alone).max()
         # Kekule forms may differ between spellings of an aromatic ring; this ring has one up to symmetry.
         np.testing.assert_allclose(alone[0], mixed, atol=1e-5 * scale)
@@ -189,10 +214,13 @@ def test_the_factorised_surrogate_follows_the_surrogate(index: ApexIndex) -> Non
 
 
 def test_a_factoriser_serves_another_library_and_refuses_another_surrogate(
-    factorizer: Factorizer, training: tuple[list[str], np.ndarray], library: SynthonLibrary
+    factorizer: Factorizer, training: tuple[list[str], np.ndarray], library: SynthonLibrary, surrogate: Surrogate
 ) -> None:
     other = SynthonLibrary.from_rows([("r", 1, "a", "CCC[U]"), ("r", 2, "b", "CO[U]"), ("r", 2, "c", "CN[U]")], None)
-    assert np.isfinite(factorizer.leg_embeddings(other)).all()
+    elsewhere = ApexIndex.build(other, surrogate, factorizer)
+    assert np.isfinite(elsewhere.table.values).all()
+    assert elsewhere.reconstruction == {}
+    assert len(elsewhere.search(Query(objective="logp", k=5))) == 2
     again = Factorizer.from_bytes(factorizer.to_bytes())
     np.testing.assert_array_equal(again.leg_embeddings(library), factorizer.leg_embeddings(library))
     stranger = Surrogate.fit(*training, NAMES, steps=1, seed=2)
@@ -253,12 +281,22 @@ def test_an_index_comes_back_from_its_bytes(index: ApexIndex, tmp_path) -> None:
     assert dict(again.reconstruction) == dict(index.reconstruction)
 
 
+def only_held_out_rows_differ() -> np.ndarray:
+    from lyceum_apex.surrogate import _split
+
+    y = np.random.default_rng(0).normal(size=(60, 3))
+    y[:, 1] = 0.0
+    y[_split(60, 0)[1], 1] = 1.0
+    return y
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"y": np.zeros((3, 3))}, "y"),
         ({"y": np.full((60, 3), np.nan)}, "y[0]"),
         ({"y": np.zeros((60, 3))}, "names[0]"),
+        ({"y": only_held_out_rows_differ()}, "names[1]"),
         ({"names": ["a", "a", "b"]}, "names"),
         ({"smiles": ["C"] * 3, "y": np.zeros((3, 3))}, "smiles"),
         ({"smiles": ["C"] * 59 + ["oops"]}, "smiles[59]"),
@@ -271,6 +309,23 @@ def test_a_wrong_training_argument_is_refused_by_its_field(change: dict[str, obj
     with pytest.raises(FieldError) as caught:
         Surrogate.fit(**arguments)
     assert caught.value.field == field
+
+
+def test_a_bad_molecule_far_down_a_table_is_named_by_its_row() -> None:
+    smiles = ["C"] * 3000 + ["oops"]
+    y = np.random.default_rng(0).normal(size=(3001, 1))
+    with pytest.raises(FieldError, match=r"smiles\[3000\]"):
+        Surrogate.fit(smiles, y, ["a"], steps=1)
+    with pytest.raises(FieldError, match=r"smiles\[3000\]"):
+        properties(smiles)
+
+
+def test_a_constant_column_has_scale_1_although_its_deviation_does_not_round_to_0(library: SynthonLibrary) -> None:
+    values = np.full((library.n_legs, 1), 0.3)
+    two_part = SynthonLibrary.from_rows([row for row in rows() if row[0] != "peptide"], None)
+    index = ApexIndex.from_leg_table(two_part, ["price"], values[: two_part.n_legs])
+    assert index.table.scale.tolist() == [1.0]
+    assert ApexIndex.from_leg_table(library, ["price"], values).table.scale[0] == pytest.approx(0.3 * np.sqrt(2) / 3)
 
 
 def test_properties_have_their_published_values() -> None:

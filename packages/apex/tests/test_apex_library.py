@@ -41,7 +41,7 @@ def test_500_random_products_of_real1m_assemble(real1m: SynthonLibrary) -> None:
     assert None not in real1m.products_smiles(real1m.sample(500, seed=3))
 
 
-def test_weight_of_legs_adds_up_to_rdkits_weight_of_products(real1m: SynthonLibrary) -> None:
+def test_acceptance_04_weight_of_legs_adds_up_to_rdkits_weight_of_products(real1m: SynthonLibrary) -> None:
     library = real1m.with_weight().with_heavy_atoms()
     batch = library.sample(2_000, seed=4)
     legs = library.legs(batch)
@@ -50,7 +50,7 @@ def test_weight_of_legs_adds_up_to_rdkits_weight_of_products(real1m: SynthonLibr
     np.testing.assert_allclose(added, properties(smiles, ["mw"])[:, 0], rtol=0, atol=1e-9)
 
 
-def test_real1m_has_353663_products_up_to_500_and_45148_up_to_350_daltons(real1m: SynthonLibrary) -> None:
+def test_acceptance_04_real1m_has_353663_products_up_to_500_and_45148_up_to_350_daltons(real1m: SynthonLibrary) -> None:
     library = real1m.with_weight()
     index = ApexIndex.from_leg_table(library, ["zero"], np.zeros((library.n_legs, 1)))
     assert index.count({"mw": (None, 500.0)}).count == 353_663
@@ -108,6 +108,9 @@ def test_indices_out_of_range_and_unjoined_synthons_are_errors(tmp_path: Path) -
         ([("r", "1", "a", "C[U]"), ("r", "2", "b", "not a molecule")], "synthons[1].smiles"),
         ([("r", "1", "a", "C[U]"), ("r", "2", "b", "C[U]"), ("r", "2", "b", "C[U]")], "synthons[2]"),
         ([("r", "1", "a", "F[CH3]([U])"), ("r", "2", "b", "C[U]")], "synthons[0].smiles"),
+        ([("r", "1", "a", "C[UH]"), ("r", "2", "b", "C[U]")], "synthons[0].smiles"),
+        ([("r", "1", "a", "C[235U]"), ("r", "2", "b", "C[U]")], "synthons[0].smiles"),
+        ([("r", "1", "a", "C[U+]"), ("r", "2", "b", "C[U]")], "synthons[0].smiles"),
         ([("r", "1", "a~b", "C[U]")], "synthons[0].synthon_id"),
         ([("", "1", "a", "C[U]")], "synthons[0].reaction_id"),
         ([("r", "1", "a", "C[U]"), ("r", "2", "b", "C[U]"), *[("r", g, "c", "C[Np]") for g in "34"]], "reactions[0]"),
@@ -135,6 +138,11 @@ def test_parquet_and_text_give_the_same_library(tmp_path: Path) -> None:
         SynthonLibrary.from_parquet(tmp_path / "r.parquet", tmp_path / "s.parquet")
     with pytest.raises(FieldError, match="not a Parquet file"):
         SynthonLibrary.from_parquet(tmp_path / "synthons.tsv", tmp_path / "s.parquet")
+
+
+def test_a_smiles_of_two_lines_is_refused() -> None:
+    with pytest.raises(FieldError, match=r"synthons\[0\].smiles"):
+        SynthonLibrary.from_rows([("r", 1, "a", "C[U]\nCC"), ("r", 2, "b", "C[U]")], None)
 
 
 def test_a_library_comes_back_from_its_bytes(tmp_path: Path) -> None:

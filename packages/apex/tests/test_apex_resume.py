@@ -42,7 +42,7 @@ def _building(seed: int) -> apex_pb2.BuildIndexRequest:
     )
 
 
-def test_a_killed_build_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+def test_acceptance_07_a_killed_build_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     port = _free_port()
     process = _start(tmp_path, port)
     try:

@@ -6,10 +6,10 @@ import torch
 from lyceum_apex.ridge import fit, leave_one_out, r_squared
 
 
-def refit_without(x: np.ndarray, y: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions and slopes of n explicit fits: common scale of the batch, centring in each fold."""
+def refit_without(x: np.ndarray, y: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Predictions, mean slopes and intercepts of n explicit fits: common scale of the batch, centring in each fold."""
     x_std, y_std = x.std(0, ddof=1), y.std(0, ddof=1)
-    predictions, slopes = np.empty_like(y), []
+    predictions, slopes, intercepts = np.empty_like(y), [], []
     for i in range(len(x)):
         rest = np.arange(len(x)) != i
         x_mean, y_mean = x[rest].mean(0), y[rest].mean(0)
@@ -17,23 +17,25 @@ def refit_without(x: np.ndarray, y: np.ndarray, eps: float) -> tuple[np.ndarray,
         beta = np.linalg.inv(xs.T @ xs + eps * np.eye(x.shape[1])) @ xs.T @ ys
         predictions[i] = y_mean + ((x[i] - x_mean) / x_std) @ beta * y_std
         slopes.append(beta * y_std / x_std[:, None])
-    return predictions, np.mean(slopes, axis=0)
+        intercepts.append(y_mean - x_mean @ slopes[-1])
+    return predictions, np.mean(slopes, axis=0), np.mean(intercepts, axis=0)
 
 
-def test_hat_matrix_leave_one_out_equals_explicit_refits_to_1e_8() -> None:
+def test_acceptance_05_hat_matrix_leave_one_out_equals_explicit_refits_to_1e_8() -> None:
     rng = np.random.default_rng(0)
     for n, d, eps in ((200, 64, 1.0), (30, 40, 0.1)):
         x = rng.normal(size=(n, d)) * rng.uniform(0.1, 10, d) + 3
         y = x[:, :3] @ rng.normal(size=(3, 4)) + rng.normal(size=(n, 4)) + 100
         result = leave_one_out(torch.from_numpy(x), torch.from_numpy(y), eps)
-        predictions, slopes = refit_without(x, y, eps)
+        predictions, slopes, intercepts = refit_without(x, y, eps)
         np.testing.assert_allclose(result.predictions.numpy(), predictions, rtol=0, atol=1e-8)
         np.testing.assert_allclose(result.beta.numpy().T, slopes, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(result.bias.numpy(), intercepts, rtol=0, atol=1e-8)
         loss = (((y - predictions) / y.std(0, ddof=1)) ** 2).mean()
         np.testing.assert_allclose(result.loss.item(), loss, rtol=1e-10)
 
 
-def test_gradients_of_the_leave_one_out_loss_pass_gradcheck() -> None:
+def test_acceptance_05_gradients_of_the_leave_one_out_loss_pass_gradcheck() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     y = torch.randn(12, 2, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -48,3 +50,23 @@ def test_ridge_recovers_a_linear_function_and_ignores_a_constant_column() -> Non
     np.testing.assert_allclose(beta, [[1.0, -2.0, 3.0, 0.0]], atol=1e-8)
     np.testing.assert_allclose(bias, [5.0], atol=1e-8)
     assert r_squared(y, x @ beta.T + bias) == 1.0 or abs(r_squared(y, x @ beta.T + bias)[0] - 1) < 1e-12
+
+
+def test_a_constant_column_is_told_although_its_deviation_does_not_round_to_0() -> None:
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(200, 3)), rng.normal(size=(200, 2))
+    x[:, 2] = y[:, 1] = 0.3
+    assert x[:, 2].std(ddof=1) > 0
+    beta, bias = fit(x, y)
+    assert np.abs(beta[:, 2]).max() < 1e-12
+    np.testing.assert_allclose(beta[1], 0, atol=1e-12)
+    np.testing.assert_allclose(bias[1], 0.3, atol=1e-12)
+    assert r_squared(y, np.zeros_like(y))[1] == 0
+    y[:, 1] = -0.123
+    single = torch.from_numpy(y.astype(np.float32))
+    assert single[:, 1].std() > 0
+    result = leave_one_out(torch.from_numpy(x.astype(np.float32)), single)
+    np.testing.assert_allclose(result.predictions[:, 1], -0.123, atol=1e-6)
+    np.testing.assert_allclose(
+        result.loss.item(), leave_one_out(torch.from_numpy(x), torch.from_numpy(y[:, :1])).loss.item() / 2, rtol=1e-4
+    )

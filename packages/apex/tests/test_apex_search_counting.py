@@ -41,7 +41,7 @@ def every_score(table: ContributionTable) -> np.ndarray:
     return np.concatenate(scores)
 
 
-def test_acceptance_3_interaction_contrast_of_scores_vanishes() -> None:
+def test_acceptance_03_interaction_contrast_of_scores_vanishes() -> None:
     table = make_table(0)
     rng = np.random.default_rng(1)
     a, a2 = rng.integers(0, 130, (2, 1000))
@@ -118,6 +118,18 @@ def test_a_count_beyond_64_bits_is_exact() -> None:
     assert count(table, {}).count == 10**20
     assert count(table, {"f": (1.0, 1.0)}).count == 10**20
     assert count(table, {"f": (None, 0.999)}).count == 0
+
+
+def test_an_infinite_cutoff_is_reached_by_none_or_by_all() -> None:
+    table = make_table(0)
+    within = {"b": (-1.0, 1.0)}
+    for maximize, cutoff, expected in (
+        (True, np.inf, 0),
+        (True, -np.inf, count(table, within).count),
+        (False, np.inf, count(table, within).count),
+        (False, -np.inf, 0),
+    ):
+        assert count(table, within, objective="a", maximize=maximize, cutoff=cutoff).count == expected
 
 
 def test_counting_ten_billion_products_touches_few_of_them() -> None:

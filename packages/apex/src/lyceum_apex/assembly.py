@@ -35,8 +35,8 @@ def parse_synthon(smiles: str, field: str) -> Molecule:
 
 
 def attachments(molecule: Molecule, field: str) -> Attachments:
-    """The joints of a synthon. Raises FieldError when it has none, repeats a metal, or binds a metal to more than one
-    atom."""
+    """The joints of a synthon. Raises FieldError when it has none, repeats a metal, binds a metal to more than one
+    atom, or writes one as more than its symbol (its mass would not be the element's)."""
     found: list[tuple[str, str]] = []
     for atom in molecule.GetAtoms():
         metal = METAL_NUMBERS.get(atom.GetAtomicNum())
@@ -46,6 +46,8 @@ def attachments(molecule: Molecule, field: str) -> Attachments:
             raise FieldError(
                 field, f"attachment atom {metal} has {atom.GetDegree()} neighbours; it must have exactly one"
             )
+        if atom.GetTotalNumHs() or atom.GetIsotope() or atom.GetFormalCharge():
+            raise FieldError(field, f"attachment atom {metal} has hydrogen, an isotope or a charge; write [{metal}]")
         order = str(atom.GetBonds()[0].GetBondType())
         if order not in _SYMBOLS:  # RDKit makes the bond dative where the neighbour has no valence left
             raise FieldError(field, f"the bond to {metal} is {order.lower()}; it must be single, double or triple")

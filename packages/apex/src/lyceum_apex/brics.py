@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from lyceum_apex.assembly import METAL_NUMBERS, METALS
 from lyceum_apex.errors import FieldError
 from lyceum_base import Streams
 
@@ -78,6 +79,9 @@ def fragment(smiles: Sequence[str], n_max: int, seed: int) -> Fragments:
             molecule = Chem.MolFromSmiles(smiles[index])
         if molecule is None:
             raise FieldError(f"smiles[{index}]", f"RDKit cannot read {smiles[index]!r}")
+        if any(atom.GetAtomicNum() in (0, *METAL_NUMBERS) for atom in molecule.GetAtoms()):
+            marks = f"*, {', '.join(METALS)}"
+            raise FieldError(f"smiles[{index}]", f"{smiles[index]!r} has one of the atoms that mark cuts: {marks}")
         pieces.update(Chem.MolToSmiles(piece, isomericSmiles=True) for piece in _cut(molecule))
     ends: dict[str, list[str]] = defaultdict(list)
     linkers: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -123,7 +123,7 @@ class ContributionTable:
             raise ValueError(f"values: shape {legs.shape}; expected {(self.leg_count, len(names))} (legs, new columns)")
         if scale is None:
             deviation = legs.std(axis=0)
-            scale = np.where(deviation > 0, deviation, 1.0)
+            scale = np.where(legs.max(axis=0) > legs.min(axis=0), deviation, 1.0)
         return replace(
             self,
             values=np.concatenate([self.values, legs], axis=1),

@@ -96,7 +96,7 @@ def _bounded(problem: Problem, cutoff: float | None) -> Problem:
     lower = problem.lower.copy()
     if cutoff is not None:
         lower[0] = problem.sign * cutoff
-    bounded = np.flatnonzero(np.isfinite(lower) | np.isfinite(problem.upper))
+    bounded = np.flatnonzero((lower > -np.inf) | (problem.upper < np.inf))
     kept = bounded if len(bounded) else np.array([0])
     return Problem(
         np.ascontiguousarray(problem.values[:, kept]),

@@ -37,7 +37,7 @@ def with_dual_column(spans: Spans, columns: Columns, reactions: NDArray[np.int32
     side = np.concatenate([np.ones(upper.sum()), -np.ones(lower.sum())])
     bound = np.concatenate([columns.upper[upper], columns.lower[lower]])
     spread = spans.legs.std(axis=0)
-    if len(at) == 0 or len(reactions) == 0 or spread[0] == 0:
+    if len(at) == 0 or len(reactions) == 0 or not 0 < spread[0] < np.inf:
         return spans, columns
     multipliers = _multipliers(spans, columns, reactions, k, at, side, bound, spread)
     if not multipliers.any():
@@ -50,6 +50,8 @@ def with_dual_column(spans: Spans, columns: Columns, reactions: NDArray[np.int32
     size[0] = 1.0
     largest = np.abs(columns.bias) + 4 * np.abs(spans.legs).max(axis=0)
     magnitude = float(size @ largest + multipliers @ np.abs(bound))
+    if not np.isfinite(magnitude):
+        return spans, columns
     margin = (2 * len(weight) + 16) * 2.0**-52 * magnitude
     dual_bias = float(columns.bias @ weight + (multipliers * side) @ bound + margin)
     legs = np.column_stack([spans.legs, spans.legs @ weight])

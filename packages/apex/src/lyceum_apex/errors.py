@@ -6,9 +6,12 @@ class FieldError(ValueError):
     accepted."""
 
     def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
+        super().__init__(field, reason)  # as given: an exception that leaves a worker process is made again from these
         self.field = field
         self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.reason}"
 
 
 class AssemblyError(ValueError):

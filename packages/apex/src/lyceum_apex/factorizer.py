@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from lyceum_apex import ridge
-from lyceum_apex.encoders import WIDTH, featurise, featurise_products, initialise, make_encoder
-from lyceum_apex.encoders.base import Features
+from lyceum_apex.encoders import WIDTH, initialise, make_encoder
 from lyceum_apex.errors import FieldError, VersionError
+from lyceum_apex.features import Features, featurise, featurise_products
 from lyceum_apex.library import ProductBatch, SynthonLibrary
 from lyceum_apex.surrogate import Surrogate, embed_features
 from lyceum_apex.training import descend, load_weights, one_thread, weights
@@ -128,7 +128,7 @@ class Factorizer:
 
         Any library will do, but only the one it was fitted to gets the correction.
         """
-        features = featurise(self.network.synthons, library.smiles)
+        features = featurise(self.network.synthons.name, library.smiles)
         u = _network_legs(self.network, library, features) * self.spread + _shares(library) * self.centre
         return u + self.correction if library.fingerprint == self.library else u
 
@@ -189,10 +189,10 @@ class Factorizer:
             if should_stop is not None and should_stop():
                 raise Stopped
             block = ProductBatch(drawn.r[first : first + _BLOCK], drawn.s[first : first + _BLOCK])
-            features = featurise_products(surrogate.encoder, library, block)
+            features = featurise_products(surrogate.encoder.name, library, block)
             embeddings[first : first + _BLOCK] = embed_features(surrogate.encoder, features)
         pool, held = split_pool(drawn, embeddings, library.n_reactions)
-        synthons = featurise(network.synthons, library.smiles)
+        synthons = featurise(network.synthons.name, library.smiles)
         centre, spread = pool.moments()
         targets = torch.from_numpy(((pool.embeddings - centre) / spread).astype(np.float32))
 

@@ -38,7 +38,8 @@ class ApexIndex:
         library: fingerprint of the library.
         embeddings: u, float64 [L, d]; None for a user's own leg table.
         encoder: fingerprint of the surrogate's encoder; "" for a user's own leg table.
-        reconstruction: R2 of f^ against the surrogate's f on products held out of the factorisation, by property.
+        reconstruction: R2 of f^ against the surrogate's f on products held out of the factorisation, by property; empty
+            when the factoriser was fitted to another library.
     """
 
     table: ContributionTable
@@ -49,8 +50,8 @@ class ApexIndex:
 
     @classmethod
     def build(cls, library: SynthonLibrary, surrogate: "Surrogate", factorizer: "Factorizer") -> Self:
-        """All probes of the surrogate over a library. Raises VersionError when the factoriser was fitted to another
-        surrogate."""
+        """All probes of the surrogate over a library, which need not be the one the factoriser was fitted to. Raises
+        VersionError when the factoriser was fitted to another surrogate."""
         if factorizer.surrogate != surrogate.fingerprint:
             raise VersionError("the factoriser was fitted to another surrogate; fit it again to this one")
         u = factorizer.leg_embeddings(library)
@@ -62,7 +63,8 @@ class ApexIndex:
             scale=np.array([probe.scale for probe in probes]),
             names=surrogate.names,
         )
-        report = factorizer.reconstruction_report(library, surrogate)
+        own = factorizer.library == library.fingerprint  # its held-out products are those of its own library
+        report = factorizer.reconstruction_report(library, surrogate) if own else {}
         return cls(_with_exact(table, library), library.fingerprint, u, surrogate.fingerprint, report)
 
     @classmethod
@@ -229,4 +231,5 @@ def _product_scale(library: SynthonLibrary, legs: FloatArray) -> FloatArray:
         means[r] = sum(group.mean(0) for group in groups)
         within[r] = sum(group.var(0) for group in groups)
     sigma = np.sqrt(within.mean(0) + means.var(0))
-    return np.where(sigma > 0, sigma, 1.0)
+    rounding = 1e-12 * np.abs(legs).max(0)  # a constant column does not come out at exactly 0
+    return np.where(sigma > rounding, sigma, 1.0)

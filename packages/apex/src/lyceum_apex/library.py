@@ -19,10 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lyceum_apex.assembly import Attachments, Molecule, attachments, describe, join, join_smiles, parse_synthon
+from lyceum_apex.contributions import MAX_MAGNITUDE
 from lyceum_apex.errors import FieldError
 from lyceum_base import Streams, decode_state, encode_state, sha256_json
 
 MAX_RGROUPS = 4
+MAX_ROWS = 10_000_000
+"""Most rows of a Parquet table: a small file can stand for more than memory holds."""
+
 _SEPARATOR = "~"
 _CHUNK = 1024
 
@@ -330,7 +334,7 @@ class SynthonLibrary:
         )
         rgroups = []
         for i, text in enumerate(positions):
-            if not text.isascii() or not text.isdigit():
+            if not (text.isascii() and text.isdigit() and len(text) < 10):
                 raise FieldError(f"synthons[{i}].position", f"{text!r} given; R-groups are numbered 1 to {MAX_RGROUPS}")
             rgroups.append(int(text))
         numbers = {name: [_number(text, i, name) for i, text in enumerate(rows)] for name, rows in zip(columns, texts)}
@@ -389,6 +393,8 @@ class SynthonLibrary:
                     raise FieldError(
                         f"{where}.{column}", f"{text!r} given; an id is printable, not empty and without '{_SEPARATOR}'"
                     )
+            if not smiles.isprintable():  # RDKit lets a name with a line's end follow; our file separates by line's ends
+                raise FieldError(f"{where}.smiles", f"{smiles!r} given; a SMILES has no control characters")
             if reaction not in groups:
                 if smarts is not None:
                     raise FieldError(f"{where}.reaction_id", f"{reaction!r} is not among the reactions")
@@ -424,7 +430,11 @@ class SynthonLibrary:
         )
         order = [row for group in legs for row in group.rows]
         for name, numbers in (columns or {}).items():
-            library = library.with_columns(name, np.asarray(numbers, np.float64)[order])
+            values = np.asarray(numbers, np.float64)
+            for row in np.flatnonzero(~(np.abs(values) <= MAX_MAGNITUDE)):
+                limits = f"a number is finite and at most {MAX_MAGNITUDE:g} in size"
+                raise FieldError(f"synthons[{row}].{name}", f"{values[row]} given; {limits}")
+            library = library.with_columns(name, values[order])
         return library
 
 
@@ -486,20 +496,26 @@ def _molecular_weight(molecule: Molecule) -> float:
 def _read_tsv(path: Path, table: str, names: Sequence[str]) -> list[list[str]]:
     import csv
 
-    with open(path, newline="", encoding="utf-8") as file:
-        reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        header = next(reader, [])
-        places = []
-        for name in names:
-            if name not in header:
-                raise FieldError(f"{table}.{name}", f"no such column; the file has {', '.join(header) or 'no header'}")
-            places.append(header.index(name))
-        columns: list[list[str]] = [[] for _ in names]
-        for i, row in enumerate(reader):
-            if len(row) != len(header):
-                raise FieldError(f"{table}[{i}]", f"{len(row)} columns, the header has {len(header)}")
-            for column, place in zip(columns, places):
-                column.append(row[place])
+    columns: list[list[str]] = [[] for _ in names]
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            header = next(reader, [])
+            places = []
+            for name in names:
+                if name not in header:
+                    known = ", ".join(header) or "no header"
+                    raise FieldError(f"{table}.{name}", f"no such column; the file has {known}")
+                places.append(header.index(name))
+            for i, row in enumerate(reader):
+                if len(row) != len(header):
+                    raise FieldError(f"{table}[{i}]", f"{len(row)} columns, the header has {len(header)}")
+                for column, place in zip(columns, places):
+                    column.append(row[place])
+    except UnicodeDecodeError as error:
+        raise FieldError(table, "is not UTF-8 text") from error
+    except csv.Error as error:
+        raise FieldError(table, f"is not tab-separated text: {error}") from error
     return columns
 
 
@@ -515,13 +531,22 @@ def _read_parquet(path: Path, table: str, names: Sequence[str]) -> list[list[Any
     import pyarrow.parquet as pq
 
     try:
-        schema = pq.read_schema(path)
-    except (pa.ArrowInvalid, OSError) as error:
+        metadata = pq.read_metadata(path)
+        schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
         raise FieldError(table, "not a Parquet file") from error
+    if metadata.num_rows > MAX_ROWS:
+        raise FieldError(table, f"{metadata.num_rows} rows given; at most {MAX_ROWS} are read")
     for name in names:
         if name not in schema.names:
             raise FieldError(f"{table}.{name}", f"no such column; the table has {', '.join(schema.names) or 'none'}")
-    data = pq.read_table(path, columns=list(names))
+        if schema.names.count(name) > 1:
+            raise FieldError(f"{table}.{name}", "several columns have this name")
+    try:
+        data = pq.read_table(path, columns=list(dict.fromkeys(names)))
+        data.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise FieldError(table, "a damaged Parquet file") from error
     columns = []
     for name in names:
         texts = ("reaction_id", "synthon_id", "smiles", "smarts")

@@ -39,20 +39,22 @@ def leave_one_out(x: torch.Tensor, y: torch.Tensor, eps: float = 1.0) -> LeaveOn
     beta = inverse_x @ ys
     leverage = 1.0 / n + (xs * inverse_x.T).sum(1)
     residual = (ys - xs @ beta) / (1.0 - leverage).unsqueeze(1)
-    # beta without row i is beta - A^-1 x~_i r_i, with x~ the row centred in its fold; its mean over i follows.
+    # About the batch means, leaving out row i moves the slopes by -A^-1 x_i r_i and the intercept by -r_i / n, with r_i
+    # its leave-one-out residual (Sherman-Morrison); the means over i follow.
     with torch.no_grad():
         mean_beta = (beta - inverse_x @ residual / n) * y_std / x_std.unsqueeze(1)
+        mean_bias = y_mean - residual.mean(0) * y_std / n - x_mean @ mean_beta
     return LeaveOneOut(
         loss=residual.square().mean(),
         predictions=y - residual * y_std,
         beta=mean_beta.T,
-        bias=y_mean - x_mean @ mean_beta,
+        bias=mean_bias,
     )
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:
-    std = x.std(0, correction=1)
-    return torch.where(std > 0, std, torch.ones_like(std))
+    # A constant column is told by its range: the standard deviation of rounded differences from the mean need not be 0.
+    return torch.where(x.amax(0) > x.amin(0), x.std(0, correction=1), 1.0)
 
 
 def fit(x: npt.ArrayLike, y: npt.ArrayLike, eps: float = 1.0) -> tuple[FloatArray, FloatArray]:
@@ -60,8 +62,7 @@ def fit(x: npt.ArrayLike, y: npt.ArrayLike, eps: float = 1.0) -> tuple[FloatArra
     columns."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     x_mean, y_mean = x.mean(0), y.mean(0)
-    x_std = x.std(0, ddof=1)
-    x_std[x_std == 0] = 1.0
+    x_std = np.where(x.max(0) > x.min(0), x.std(0, ddof=1), 1.0)
     xs = (x - x_mean) / x_std
     beta = np.linalg.solve(xs.T @ xs + eps * np.eye(x.shape[1]), xs.T @ (y - y_mean)) / x_std[:, None]
     return beta.T, y_mean - x_mean @ beta
@@ -71,4 +72,5 @@ def r_squared(truth: npt.NDArray[np.floating], prediction: npt.NDArray[np.floati
     """1 - residual / total sum of squares, per column; 0 for a constant column."""
     total = ((truth - truth.mean(0)) ** 2).sum(0)
     residual = ((truth - prediction) ** 2).sum(0)
-    return np.where(total > 0, 1.0 - residual / np.where(total > 0, total, 1.0), 0.0)
+    varies = truth.max(0) > truth.min(0)
+    return np.where(varies, 1.0 - residual / np.where(varies, total, 1.0), 0.0)

@@ -1,6 +1,6 @@
 """The tour: the 1,000 best log P under MW and TPSA limits among 990,829 products, checked against RDKit.
 
-Everything but the checking labels goes over gRPC: import the library, train a surrogate on 3,000 labelled products,
+Everything but the checking labels goes over gRPC: import the library, train a surrogate on 2,500 labelled products,
 factorise it, search all products, and compare with the truth on a random part of the library.
 """
 
@@ -14,8 +14,8 @@ from lyceum_runtime.client import Client
 from lyceum_runtime.codec import from_arrow_batch, from_tensor
 from lyceum_runtime.tour import TourResult
 
-TRAINING_PRODUCTS = 3_000
-LABELLED_PRODUCTS = 3_000
+TRAINING_PRODUCTS = 2_500
+LABELLED_PRODUCTS = 2_000
 K = 1_000
 MW, TPSA = 500.0, 90.0
 _TOP = 100
@@ -32,7 +32,7 @@ def run(client: Client, report: Callable[[str, str], None]) -> TourResult:
         rdkit_sample=apex_pb2.RdkitSample(
             library=library.name, product_count=TRAINING_PRODUCTS, properties=["mw", "logp", "tpsa"]
         ),
-        steps=300,
+        steps=250,
         seed=common_pb2.Seed(value=1),
     )
     surrogate = client.wait(apex.TrainSurrogate(training), apex_pb2.Surrogate)

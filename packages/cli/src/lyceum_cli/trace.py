@@ -160,7 +160,7 @@ def _folded(spans: "Sequence[Span]") -> "list[Span]":
         children[span.parent_id].append(span)
     dropped: set[str] = set()
     stand_ins: dict[str, Span] = {}
-    for siblings in children.values():
+    for siblings in list(children.values()):
         for _, run in groupby(siblings, key=lambda span: (span.name, span.service, span.status)):
             rest = list(run)[_RUN:]
             if len(rest) > 1:

@@ -174,7 +174,7 @@ def _sqlite_engine(url: sa.URL) -> sa.Engine:
         raise StateError(
             f"database {path}: {error.strerror}; set LYCEUM_DATABASE_URL to a path that can be written"
         ) from None
-    engine = sa.create_engine(url, pool_size=10, max_overflow=20, pool_timeout=30)
+    engine = sa.create_engine(url.set(drivername="sqlite"), pool_size=10, max_overflow=20, pool_timeout=30)
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: Any) -> None:

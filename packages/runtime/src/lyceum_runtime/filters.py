@@ -154,7 +154,7 @@ class Cursor:
             body = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
             digest: str | None = body[0]
             key: list[Any] = body[1:]
-        except (ValueError, TypeError, LookupError, binascii.Error):
+        except (ValueError, TypeError, LookupError, RecursionError, binascii.Error):
             digest, key = None, []
         typed = len(key) == len(types) and all(v is None or type(v) is t for v, t in zip(key, types))
         if digest != self._digest() or not typed:

@@ -55,11 +55,11 @@ class RequestSpan(Span, ReadableSpan):
             start_time=time.time_ns(),
         )
         self._processor = processor
+        self._own_context = context
 
     def get_span_context(self) -> SpanContext:
         """Trace and span id."""
-        context: SpanContext = self._context
-        return context
+        return self._own_context
 
     def is_recording(self) -> bool:
         """True until the end."""
@@ -72,7 +72,7 @@ class RequestSpan(Span, ReadableSpan):
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Sets attributes. A new mapping, since a span that just ended may be read on another thread."""
         if self._end_time is None:
-            self._attributes = {**self._attributes, **attributes}
+            self._attributes = {**(self._attributes or {}), **attributes}
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
         """Marks the span, as an error for instance."""

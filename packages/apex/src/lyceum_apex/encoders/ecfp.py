@@ -5,17 +5,13 @@ Fingerprint: Rogers, Hahn, "Extended-connectivity fingerprints", J. Chem. Inf. M
     to 2,048 counts.
 """
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lyceum_apex.assembly import Molecule
-from lyceum_apex.encoders.base import WIDTH, Encoder, Features
+from lyceum_apex.encoders.base import WIDTH, Encoder
+from lyceum_apex.features import BITS, Features
 
-BITS = 2048
 HIDDEN = 256
 TYPICAL_BITS = 50  # that a drug-like molecule sets; the fan-in that the first layer sees
 
@@ -30,18 +26,6 @@ class EcfpEncoder(Encoder):
         super().__init__()
         self.input = _SparseLinear()
         self.output = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    @classmethod
-    def featurise(cls, molecules: Sequence[Molecule]) -> Features:
-        from rdkit.Chem import rdFingerprintGenerator
-
-        generator = rdFingerprintGenerator.GetMorganGenerator(radius=2, fpSize=BITS)
-        bits, counts = [], []
-        for molecule in molecules:
-            found = generator.GetCountFingerprint(molecule).GetNonzeroElements()
-            bits.append(np.fromiter(found.keys(), np.int32, len(found)))
-            counts.append(np.log1p(np.fromiter(found.values(), np.float32, len(found))))
-        return Features.from_lists({"bit": bits, "count": counts})
 
     def forward(self, features: Features) -> torch.Tensor:
         output: torch.Tensor = self.output(torch.relu(self.input(features)))

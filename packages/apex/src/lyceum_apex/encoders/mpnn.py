@@ -5,35 +5,14 @@ edges, and the sum over atoms is added to the graph vector. All updates are resi
 graphs are flat arrays: atoms of all molecules one after another, edges as index pairs, sums by `index_add`.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import nn
 
-from lyceum_apex.assembly import Molecule
-from lyceum_apex.encoders.base import WIDTH, Encoder, Features
+from lyceum_apex.encoders.base import WIDTH, Encoder
+from lyceum_apex.features import CHARGES, DEGREES, ELEMENTS, ORDERS, Features
 
 LAYERS = 4
-ELEMENTS = (
-    1,
-    5,
-    6,
-    7,
-    8,
-    9,
-    14,
-    15,
-    16,
-    17,
-    33,
-    34,
-    35,
-    53,
-)  # the 15th class is everything else, attachment atoms included
-DEGREES = 7  # 1..7
-CHARGES = 7  # -3..3
-ORDERS = 4  # single, double, triple, other
 ATOM_CLASSES = len(ELEMENTS) + 1 + DEGREES + CHARGES
 
 
@@ -50,33 +29,6 @@ class MpnnEncoder(Encoder):
         self.bond.fan_in = 1.0  # type: ignore[assignment]
         self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
         self.output = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    @classmethod
-    def featurise(cls, molecules: Sequence[Molecule]) -> Features:
-        from rdkit import Chem
-
-        element = {number: i for i, number in enumerate(ELEMENTS)}
-        order = {Chem.BondType.SINGLE: 0, Chem.BondType.DOUBLE: 1, Chem.BondType.TRIPLE: 2}
-        atoms, bonds = [], []
-        for molecule in molecules:
-            # Iterating by index: RDKit's sequences of atoms and bonds cost more than what is read from them.
-            molecule = Chem.Mol(molecule)
-            Chem.Kekulize(molecule, clearAromaticFlags=True)
-            rows = [
-                (
-                    element.get(a.GetAtomicNum(), len(ELEMENTS)),
-                    min(max(a.GetDegree(), 1), DEGREES) - 1,
-                    min(max(a.GetFormalCharge(), -3), 3) + 3,
-                )
-                for a in map(molecule.GetAtomWithIdx, range(molecule.GetNumAtoms()))
-            ]
-            atoms.append(np.array(rows, np.int16).reshape(-1, 3))
-            ends = [
-                (b.GetBeginAtomIdx(), b.GetEndAtomIdx(), order.get(b.GetBondType(), 3))
-                for b in map(molecule.GetBondWithIdx, range(molecule.GetNumBonds()))
-            ]
-            bonds.append(np.array(ends, np.int16).reshape(-1, 3))
-        return Features.from_lists({"atom": atoms, "bond": bonds})
 
     def forward(self, features: Features) -> torch.Tensor:
         atoms = torch.from_numpy(features.arrays["atom"]).long()

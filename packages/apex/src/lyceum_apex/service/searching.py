@@ -230,12 +230,13 @@ def count_matches(request: apex_pb2.CountMatchesRequest, call: Call) -> apex_pb2
     if request.HasField("min_objective") != bool(weights):
         field = "min_objective" if weights else "objective"
         raise InvalidArgument((field, "objective and min_objective go together; give both or neither"))
-    found = index.count(
-        constraints,
-        objective=weights or None,
-        cutoff=request.min_objective if weights else None,
-        should_stop=call.should_stop,
-    )
+    with fields(lambda field: "min_objective" if field == "cutoff" else field):
+        found = index.count(
+            constraints,
+            objective=weights or None,
+            cutoff=request.min_objective if weights else None,
+            should_stop=call.should_stop,
+        )
     return apex_pb2.CountMatchesResponse(
         count=str(found.count), fraction=found.fraction, product_count=str(found.products_total)
     )
@@ -253,10 +254,10 @@ def score_products(request: apex_pb2.ScoreProductsRequest, call: Call) -> apex_p
             reaction[i], parts = library.parse_name(name, f"products[{i}]")
         synthons[i, : len(parts)] = parts
     values = index.score(reaction, synthons)
+    with fields(lambda field: field):
+        slack = index.slack(values, constraints)
     return apex_pb2.ScoreProductsResponse(
-        values=codec.to_tensor(values),
-        properties=index.table.names,
-        slack=codec.to_tensor(index.slack(values, constraints)),
+        values=codec.to_tensor(values), properties=index.table.names, slack=codec.to_tensor(slack)
     )
 
 
