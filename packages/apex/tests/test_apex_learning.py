@@ -89,6 +89,37 @@ def test_a_resumed_surrogate_equals_an_uninterrupted_one_byte_for_byte(
     assert other[-1] != whole[-1]
 
 
+def test_embeddings_in_training_get_gaussian_noise_of_scale_1(
+    training: tuple[list[str], np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from lyceum_apex import ridge
+    from lyceum_apex.encoders import initialise, make_encoder
+    from lyceum_apex.features import featurise
+    from lyceum_apex.surrogate import _Batches, _split
+    from lyceum_base import Streams
+
+    seen: list[torch.Tensor] = []
+    real = ridge.leave_one_out
+
+    def watched(x: torch.Tensor, y: torch.Tensor, eps: float) -> ridge.LeaveOneOut:
+        seen.append(x.detach())
+        return real(x, y, eps)
+
+    monkeypatch.setattr(ridge, "leave_one_out", watched)
+    smiles, y = training
+    Surrogate.fit(smiles, y, NAMES, steps=1, seed=5)
+    encoder = make_encoder("ecfp")
+    initialise(encoder, Streams(5))
+    batch = _Batches(_split(len(smiles), 5)[0], Streams(5)).at(0)
+    with torch.no_grad():
+        noise = (seen[0] - encoder(featurise("ecfp", smiles).take(batch))).numpy()
+    assert noise.shape == (200, 64)
+    assert abs(noise.mean()) < 4 / np.sqrt(noise.size)
+    assert abs(noise.std() - 1) < 4 / np.sqrt(2 * noise.size)
+
+
 def test_the_running_probe_averages_batches_with_weight_0_9_on_the_newest(
     training: tuple[list[str], np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +221,95 @@ def test_legs_follow_their_synthons_when_lists_are_permuted(library: SynthonLibr
         for s in range(library.sizes[r][g])
     ]
     np.testing.assert_allclose(first, second[matched], atol=1e-4 * np.abs(first).max())
+
+
+def test_leg_embeddings_follow_the_papers_formula(library: SynthonLibrary) -> None:
+    import torch
+
+    from lyceum_apex.encoders import initialise
+    from lyceum_apex.factorizer import LegNetwork
+    from lyceum_apex.features import featurise
+    from lyceum_base import Streams
+
+    network = LegNetwork("ecfp", 5)
+    initialise(network, Streams(0))
+    groups = [[0, 1, 2], [3, 4], [5], [1, 6, 7, 8]]
+    reactions = [0, 0, 1, 1]
+    with torch.no_grad():
+        features = featurise("ecfp", library.smiles)
+        u = network(features, [torch.tensor(group) for group in groups], reactions).numpy()
+        h = network.synthons(features)
+        expected = []
+        for group, reaction in zip(groups, reactions, strict=True):
+            rho = [network.p1(sum(network.p0(h[s]) for s in other) / len(other)) for other in groups]
+            kappa = network.q1(sum(network.q0(rho[g]) for g in range(4) if reactions[g] == reaction))
+            key = network.key(rho[groups.index(group)] + kappa).reshape(64, 5)
+            expected += [(key @ network.val(h[s])).numpy() for s in group]
+    np.testing.assert_allclose(u, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_the_mean_embedding_is_shared_out_among_the_legs_of_a_product(
+    library: SynthonLibrary, factorizer: Factorizer
+) -> None:
+    moved = replace(factorizer, centre=factorizer.centre + 1.0)
+    shift = moved.leg_embeddings(library) - factorizer.leg_embeddings(library)
+    legs = library.legs(library.sample(30, seed=2))
+    for row in legs:
+        np.testing.assert_allclose(shift[row[row >= 0]].sum(0), 1.0, rtol=1e-9)
+
+
+def test_the_penalty_of_main_effects_is_chosen_by_products_left_out() -> None:
+    from lyceum_apex.factorizer import PENALTIES, Pool, main_effects
+
+    # Pure noise on all 6 x 6 products: products left out ask for the largest penalty, products fitted for the smallest.
+    table = [("r", g, f"s{i}", f"{'C' * (i + 1)}[U]") for g in (1, 2) for i in range(6)]
+    library = SynthonLibrary.from_rows(table, None)
+    products = library.sample(36, seed=0)
+    e = np.random.default_rng(0).normal(size=(36, 64)).astype(np.float32)
+    effects = main_effects(library, Pool(products, e, np.array([0, 36])), np.zeros((12, 64)))
+    design = np.zeros((36, 12))
+    for column in library.legs(products)[:, :2].T:
+        design[np.arange(36), column] = 1.0
+    expected = np.linalg.solve(design.T @ design + max(PENALTIES) * np.eye(12), design.T @ e)
+    np.testing.assert_allclose(effects, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_descent_is_adam_with_clipped_gradients_and_cosine_steps() -> None:
+    import torch
+
+    from lyceum_apex.training import descend
+
+    def network() -> torch.nn.Linear:
+        linear = torch.nn.Linear(4, 3)
+        with torch.no_grad():
+            for parameter in linear.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        return linear
+
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
+    ours, theirs = network(), network()
+    run = descend(
+        ours,
+        lambda step: (ours(x) - step).square().sum(),
+        stage="s",
+        steps=20,
+        learning_rate=0.05,
+        state_every=100,
+        extra=dict,
+        resume=None,
+        should_stop=None,
+    )
+    assert all(checkpoint.state is None for checkpoint in run)
+    adam = torch.optim.Adam(theirs.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=20)
+    for step in range(20):
+        adam.zero_grad()
+        (theirs(x) - step).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        adam.step()
+        schedule.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        np.testing.assert_allclose(mine.detach(), other.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_main_effects_are_exact_where_embeddings_are_sums(library: SynthonLibrary) -> None:

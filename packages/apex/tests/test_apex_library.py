@@ -1,6 +1,8 @@
 """Libraries: importers, products, names, samples and exact columns."""
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +50,16 @@ def test_acceptance_04_weight_of_legs_adds_up_to_rdkits_weight_of_products(real1
     added = np.where(legs >= 0, library.columns["mw"][legs], 0.0).sum(1)
     smiles = [text for text in library.products_smiles(batch) if text is not None]
     np.testing.assert_allclose(added, properties(smiles, ["mw"])[:, 0], rtol=0, atol=1e-9)
+
+
+def test_acceptance_04_all_four_metals_weigh_nothing() -> None:
+    smiles = ("[Am]CC[U]", "[U]CC[Np]", "[Np]CC[Pu]", "[Pu]CO[Am]")
+    library = SynthonLibrary.from_rows([("ring", g + 1, "s", text) for g, text in enumerate(smiles)], None)
+    library = library.with_weight().with_heavy_atoms()
+    product = library.product_smiles(0, [0, 0, 0, 0])
+    assert product == "C1CCCOCCC1"
+    assert library.columns["mw"].sum() == pytest.approx(properties([product], ["mw"])[0, 0], abs=1e-9)
+    assert library.columns["heavy_atoms"].sum() == 8
 
 
 def test_acceptance_04_real1m_has_353663_products_up_to_500_and_45148_up_to_350_daltons(real1m: SynthonLibrary) -> None:
@@ -99,6 +111,9 @@ def test_indices_out_of_range_and_unjoined_synthons_are_errors(tmp_path: Path) -
         ([("r", "1", "a", "C[U]"), ("r", "3", "b", "C[U]")], "reactions[0].rgroups[2]"),
         ([("r", "1", "a", "C[U]"), ("r", "5", "b", "C[U]")], "synthons[1].rgroup"),
         ([("r", "1", "a", "C[U]"), ("r", "x", "b", "C[U]")], "synthons[1].position"),
+        ([("r", "1", "a", "C[U]"), ("r", "9" * 5000, "b", "C[U]")], "synthons[1].position"),
+        ([("r", "1", "a", "C[U]"), ("r", "2", "b", "C[U] \x00")], "synthons[1].smiles"),
+        ([("r", "1", "a", "C[U]"), ("r", "2", "b", "C" * 200_000)], "synthons"),
         ([("r", "1", "a", "C[U]"), ("r", "2", "b", "C")], "synthons[1].smiles"),
         ([("r", "1", "a", "C[U]"), ("r", "2", "b", "C[U]"), ("r", "2", "c", "C=[U]")], "synthons[2].smiles"),
         ([("r", "1", "a", "C[U]"), ("r", "2", "b", "C=[U]")], "reactions[0]"),
@@ -143,6 +158,43 @@ def test_parquet_and_text_give_the_same_library(tmp_path: Path) -> None:
 def test_a_smiles_of_two_lines_is_refused() -> None:
     with pytest.raises(FieldError, match=r"synthons\[0\].smiles"):
         SynthonLibrary.from_rows([("r", 1, "a", "C[U]\nCC"), ("r", 2, "b", "C[U]")], None)
+
+
+def test_a_file_that_is_not_text_is_refused_and_a_byte_order_mark_is_not(tmp_path: Path) -> None:
+    path = write_tsv(tmp_path, AMIDES)
+    marked = tmp_path / "marked.tsv"
+    marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert SynthonLibrary.from_tsv(marked).to_bytes() == SynthonLibrary.from_tsv(path).to_bytes()
+    path.write_bytes(path.read_bytes() + b"\xff\xfe")
+    with pytest.raises(FieldError, match="synthons: is not UTF-8 text"):
+        SynthonLibrary.from_tsv(path)
+
+
+def test_a_parquet_table_that_would_break_the_library_is_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"reaction_id": ["r"], "smarts": [""]}), tmp_path / "r.parquet")
+    rows: dict[str, list[Any]] = {"reaction_id": ["r", "r"], "synthon_id": ["a", "b"], "rgroup": [1, 2]}
+
+    def field(smiles: list[str], columns: tuple[str, ...] = (), damage: bool = False, **more: list[float]) -> str:
+        path = tmp_path / "s.parquet"
+        pq.write_table(pa.table({**rows, "smiles": smiles, **more}), path, compression="NONE")
+        if damage:
+            path.write_bytes(path.read_bytes().replace(b"CCCCC", b"CC\xffCC"))
+        with pytest.raises(FieldError) as caught:
+            SynthonLibrary.from_parquet(tmp_path / "r.parquet", path, columns=columns)
+        return caught.value.field
+
+    assert field(["C[U] a\nname", "CC[U]"]) == "synthons[0].smiles"  # the stored file would have one line too many
+    assert field(["CCCCC[U]", "CC[U]"], damage=True) == "synthons"
+    assert field(["C[U]", "CC[U]"], ("price",), price=[1.0, float("nan")]) == "synthons[1].price"
+    assert field(["C[U]", "CC[U]"], ("price",), price=[1e300, 1.0]) == "synthons[0].price"
+
+
+def test_an_error_comes_whole_out_of_a_worker_process() -> None:
+    error = pickle.loads(pickle.dumps(FieldError("smiles[3]", "RDKit cannot read 'oops'")))
+    assert (str(error), error.field) == ("smiles[3]: RDKit cannot read 'oops'", "smiles[3]")
 
 
 def test_a_library_comes_back_from_its_bytes(tmp_path: Path) -> None:
@@ -242,5 +294,7 @@ def test_brics_takes_n_max_molecules_by_seed_and_names_a_bad_one() -> None:
     assert 1 < len(small) <= 3
     with pytest.raises(FieldError, match=r"smiles\[1\]"):
         SynthonLibrary.from_brics([MOLECULES[0], "oops"], n_max=5, seed=0)
+    with pytest.raises(FieldError, match=r"smiles\[0\].*mark cuts"):
+        SynthonLibrary.from_brics(["*C(=O)NCC"], n_max=5, seed=0)
     with pytest.raises(FieldError, match="no two fragments"):
         SynthonLibrary.from_brics(["CC", "c1ccccc1"], n_max=5, seed=0)

@@ -153,7 +153,8 @@ def test_a_plateau_of_ten_to_the_twenty_equal_products_is_ranked_by_index() -> N
 
 
 def test_slack_is_the_sum_of_violations_in_units_of_sigma() -> None:
-    table = ContributionTable(((1, 1),), [[3, 1, 0, 0], [4, 1, 0, 0]], np.array([0, 0.5, 0, 0]), [2, 0.25, 1, 1], NAMES)
+    values, bias = np.array([[3.0, 1, 0, 0], [4, 1, 0, 0]]), np.array([0, 0.5, 0, 0])
+    table = ContributionTable(((1, 1),), values, bias, np.array([2, 0.25, 1, 1]), NAMES)
     query = Query(objective="c", k=1, constraints={"a": (None, 2), "b": (3.0, 4.0), "d": (0.0, 0.0)})
     for engine in ("pruned", "brute"):  # a = 7 is 5 above 2, in halves; b = 2.5 is 0.5 below 3, in quarters
         assert search(table, replace(query, engine=engine)).slack.tolist() == [-(5 / 2 + 0.5 / 0.25)]
@@ -162,15 +163,20 @@ def test_slack_is_the_sum_of_violations_in_units_of_sigma() -> None:
 
 def test_numbers_near_the_limits_of_float64_change_no_answer() -> None:
     rng = np.random.default_rng(4)
-    cases = ((1e100, 1.0, 1e100, 0.5), (1e50, 1e-155, 1e100, 1e-155), (1e-300, 1.0, 1.0, 0.5))
-    for large, small, weight, bound in cases:
+    cases = ((1e100, 1.0, 0.0, 1e100, 0.5), (1e50, 1e-155, 0.0, 1e100, 1e-155), (1e-300, 1.0, 0.0, 1.0, 0.5))
+    for large, small, bias, weight, bound in (*cases, (1e50, 1e-155, 1e20, 1e100, 1e20)):
         values = rng.normal(size=(300, 2))
         values[:, 1] += values[:, 0]
-        table = ContributionTable(((150, 150),), values / 8 * [large, small], np.zeros(2), np.ones(2), ("a", "b"))
+        table = ContributionTable(
+            ((150, 150),), values / 8 * [large, small], np.array([0, bias]), np.ones(2), ("a", "b")
+        )
         query = Query(objective={"a": weight}, k=50, constraints={"b": (None, bound)})
+        problem = make_problem(table, query.weights, query.maximize, query.constraints)
+        columns = Columns(problem.bias, problem.lower, problem.upper, problem.weight)
         with np.errstate(over="ignore"):
             hits = search(table, query, threads=1)
-        assert np.isfinite(hits.objective).all()
+            spans, dual = with_dual_column(make_spans(table, problem), columns, np.zeros(1, np.int32), query.k)
+        assert all(np.isfinite(numbers).all() for numbers in (hits.objective, spans.legs, dual.bias))
         assert_equal_hits(search(table, replace(query, engine="brute"), threads=1), hits)
 
 
@@ -197,6 +203,21 @@ def test_the_dual_column_bounds_the_objective_of_every_feasible_product(seed: in
     feasible = everything["slack"][back] == 0
     objective = problem.sign * everything["objective"][back]
     assert (total[order][feasible] >= objective[feasible]).all()
+
+
+def test_bounds_met_to_the_last_bit_do_not_cost_a_product() -> None:
+    # Objective and constrained property are one: the dual column equals the bound for every product, up to rounding,
+    # and many products share or nearly share the best objective.
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        legs = rng.integers(-20, 20, (400, 1)) * 0.1
+        table = ContributionTable(((200, 200),), np.repeat(legs, 2, axis=1), rng.normal(size=2), np.ones(2), ("a", "b"))
+        table = replace(table, bias=table.bias[[0, 0]])
+        bound = float(score(table, [0], [[*rng.integers(0, 200, 2), -1, -1]])[0, 1])
+        query = Query(objective="a", k=20, constraints={"b": (None, bound)})
+        hits = search(table, query, threads=1)
+        assert hits.objective[0] == bound
+        assert_equal_hits(search(table, replace(query, engine="brute"), threads=1), hits)
 
 
 def test_the_dual_column_spares_most_of_the_work_when_a_constraint_fights_the_objective() -> None:

@@ -23,8 +23,11 @@ def make_table(seed: int, *, integer: bool = False, masked: bool = False) -> Con
     values = rng.normal(size=(sum(map(sum, sizes)), 3))
     if integer:
         values = np.rint(2 * values)
+    bias = rng.normal(size=3)
+    if integer:  # scores then meet bounds exactly
+        bias = np.rint(bias)
     mask = rng.random(len(values)) < 0.7 if masked else None
-    return ContributionTable(sizes, values, rng.normal(size=3), np.array([1.0, 2.0, 3.0]), NAMES, mask)
+    return ContributionTable(sizes, values, bias, np.array([1.0, 2.0, 3.0]), NAMES, mask)
 
 
 def every_score(table: ContributionTable) -> np.ndarray:

@@ -203,6 +203,15 @@ def test_a_bad_query_names_its_field(apex: Apex, query: apex_pb2.Query, field: s
     assert field in [violated for violated, _ in caught.value.violations]
 
 
+def test_numbers_too_large_to_add_up_name_their_field(apex: Apex) -> None:
+    huge = [apex_pb2.Constraint(property="logp", upper=1e200)]
+    with pytest.raises(InvalidArgument, match=r"constraints\[logp\].upper"):
+        apex.client.stub.CountMatches(apex_pb2.CountMatchesRequest(index=apex.index.name, constraints=huge))
+    scoring = apex_pb2.ScoreProductsRequest(index=apex.index.name, products=["amide~a0~b0"], constraints=huge)
+    with pytest.raises(InvalidArgument, match=r"constraints\[logp\].upper"):
+        apex.client.stub.ScoreProducts(scoring)
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [

@@ -379,17 +379,19 @@ def main_effects(library: SynthonLibrary, pool: Pool, u: FloatArray) -> FloatArr
         design = np.zeros((rows.stop - rows.start, sum(groups)))
         for column in legs[rows, : len(groups)].T:
             design[np.arange(len(design)), column - first] = 1.0
-        values, vectors = np.linalg.eigh(design.T @ design)
-        rotated = design @ vectors
-        moment = rotated.T @ residual[rows]
-        by_penalty = []
-        for i, penalty in enumerate(PENALTIES):
-            weight = 1.0 / (np.maximum(values, 0.0) + penalty)
-            effect = weight[:, None] * moment
-            leverage = (rotated**2) @ weight
-            left_out = (residual[rows] - rotated @ effect) / (1.0 - leverage)[:, None]
-            errors[i] += (left_out**2 / variance).mean()
-            by_penalty.append(vectors @ effect)
+        with one_thread():  # NumPy's products and eigenvectors round differently on another number of threads
+            x, y = torch.from_numpy(design), torch.from_numpy(residual[rows])
+            values, vectors = torch.linalg.eigh(x.T @ x)
+            rotated = x @ vectors
+            moment = rotated.T @ y
+            by_penalty = []
+            for i, penalty in enumerate(PENALTIES):
+                weight = 1.0 / (values.clamp_min(0.0) + penalty)
+                effect = weight[:, None] * moment
+                leverage = rotated.square() @ weight
+                left_out = ((y - rotated @ effect) / (1.0 - leverage)[:, None]).numpy()
+                errors[i] += (left_out**2 / variance).mean()
+                by_penalty.append((vectors @ effect).numpy())
         solutions.append(by_penalty)
     best = int(np.argmin(errors))
     return np.concatenate([by_penalty[best] for by_penalty in solutions])

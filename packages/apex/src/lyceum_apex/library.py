@@ -393,7 +393,7 @@ class SynthonLibrary:
                     raise FieldError(
                         f"{where}.{column}", f"{text!r} given; an id is printable, not empty and without '{_SEPARATOR}'"
                     )
-            if not smiles.isprintable():  # RDKit lets a name with a line's end follow; our file separates by line's ends
+            if not smiles.isprintable():  # RDKit lets a name with a line's end follow; our file separates by it
                 raise FieldError(f"{where}.smiles", f"{smiles!r} given; a SMILES has no control characters")
             if reaction not in groups:
                 if smarts is not None:
