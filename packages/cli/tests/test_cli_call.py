@@ -206,6 +206,10 @@ def test_with_json_an_error_is_one_json_object_on_standard_error(target: str) ->
         (["Echo", '{"constraints": [{"lowr": 1}]}'], 2, "no field constraints[0].lowr, did you mean lower?"),
         (["Echo", '{"values": "many"}'], 2, "values"),
         (["Echo", '{"text": "a"} {"text": "b"}'], 2, "takes one request, not 2"),
+        (["Echo", "[" * 100_000], 2, "nested too deeply"),
+        (["Echo", '{"wait_seconds": ' + "9" * 5000 + "}"], 2, "too many digits"),
+        (["Collect", "\n".join(['{"value": 1}', '{"value":']), "--timeout", "9"], 2, "is not JSON"),
+        (["Echo", "{}", "--timeout", "inf"], 2, "less than or equal to"),
         (["Echo", "{}", "--file", "x.json"], 2, "given twice"),
         (["Echo", "--file", "/nonexistent/x.json"], 2, "cannot read /nonexistent/x.json"),
         (["Ecko"], 2, "did you mean Echo?"),
@@ -221,6 +225,24 @@ def test_a_mistake_is_one_line_and_a_status(target: str, arguments: list[str], c
     result = call(target, *arguments)
     assert expected in error_line(result)
     assert result.exit_code == code
+
+
+def test_bytes_that_are_not_text_and_a_closed_standard_input_are_one_line(target: str) -> None:
+    command = [sys.executable, "-m", "lyceum_cli", "call", ECHO, "Echo", "-", "--target", target]
+    result = subprocess.run(command, input=b'{"text": "\xff"}', capture_output=True, check=False)
+    assert (result.returncode, b"text" in result.stderr, b"Traceback" in result.stderr) == (2, True, False)
+    closed = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *command], capture_output=True, text=True, check=False)
+    assert closed.returncode == 2
+    assert "standard input is closed" in closed.stderr
+
+
+def test_an_output_that_cannot_be_written_is_one_line(target: str) -> None:
+    command = [sys.executable, "-m", "lyceum_cli", "call", ECHO, "Echo", "{}", "--target", target, "--json"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert "No space left on device" in result.stderr
+    assert "unexpected" not in result.stderr
 
 
 def test_an_unexpected_error_of_the_server_shows_only_its_reference(target: str) -> None:

@@ -4,11 +4,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy import event
 
 from lyceum_runtime.database import Database, StateError
+from lyceum_runtime.errors import ResourceExhausted
 
 
 def url(path: Path) -> str:
@@ -50,6 +53,34 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -
 def test_a_url_that_cannot_be_used_is_refused(bad: str) -> None:
     with pytest.raises(StateError):
         Database(bad)
+
+
+def test_a_full_disk_is_a_status_while_it_runs_and_one_line_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "lyceum.db"
+    database = Database(url(path))
+    with database.read() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+
+    @event.listens_for(database.engine, "connect")
+    def no_room(connection: Any, _record: object) -> None:
+        connection.execute(f"PRAGMA max_page_count={pages}")
+
+    database.engine.dispose()
+    with pytest.raises(ResourceExhausted, match="full"), database.write() as connection:
+        connection.exec_driver_sql("CREATE TABLE t AS SELECT randomblob(100000)")
+    with (
+        pytest.raises(StateError, match=r"lyceum\.db: the database is full"),
+        database.explained(),
+        database.write() as connection,
+    ):
+        connection.exec_driver_sql("CREATE TABLE t AS SELECT randomblob(100000)")
+    database.close()
+
+
+@pytest.mark.parametrize("driver", ["sqlite+aiosqlite", "sqlite+pysqlcipher"])
+def test_an_sqlite_url_with_another_driver_opens_the_same_file(tmp_path: Path, driver: str) -> None:
+    Database(f"{driver}:///{tmp_path / 'x.db'}").close()
+    assert (tmp_path / "x.db").is_file()
 
 
 def test_migrations_run_once_each_and_in_order(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Filters, orders and page tokens of list requests."""
 
+import base64
 from datetime import UTC, datetime
 from typing import Any
 
@@ -141,6 +142,8 @@ def test_a_token_returns_its_key_to_the_same_query_only() -> None:
         (cursor, "ü", (int, str)),
         (cursor, token, (str, str)),
         (cursor, token, (int,)),
+        (cursor, cursor.token([3, "\ud800"]), (int, str)),
+        (cursor, base64.urlsafe_b64encode(b"[" * 3000).decode(), (int, str)),
     ):
         with pytest.raises(InvalidArgument) as error:
             query.key(text, types)

@@ -477,6 +477,7 @@ def test_dbos_is_the_version_whose_private_parts_are_known(engine: OperationsEng
     assert version("dbos") == "3.4.0"
     assert callable(DBOS._recover_pending_workflows)
     assert _get_dbos_instance().background_thread_stop_events
+    assert callable(_get_dbos_instance()._sys_db.check_workflow_result)
     # The precedent for Parked: DBOS lets a BaseException through without recording it.
     for kind in (error.DBOSWorkflowCancelledError, error.DBOSWorkflowConflictIDError):
         assert not issubclass(kind, Exception)

@@ -52,6 +52,8 @@ def _problem(error: Exception) -> CliError | None:
         return CallFailed(error.status())
     if os.environ.get("LYCEUM_DEBUG"):
         return None
+    if isinstance(error, OSError) and error.strerror:
+        return CliError(f"{error.filename or 'cannot write the output'}: {error.strerror}")
     return CliError(f"unexpected {type(error).__name__}: {error}", "LYCEUM_DEBUG=1 shows where; please report it")
 
 

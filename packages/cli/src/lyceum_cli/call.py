@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from lyceum_cli.reflection import Rpc, Server
 
 UNARY_SECONDS = 60.0
+MAX_SECONDS = 366 * 24 * 3600.0
+"""gRPC takes an endless deadline for one that has passed."""
 Timeout = Annotated[
     float | None,
     typer.Option(
         "--timeout",
         min=0.001,
+        max=MAX_SECONDS,
         metavar="SECONDS",
         show_default=False,
         help=f"Deadline. Default: {UNARY_SECONDS:g} for one answer, none for a stream.",

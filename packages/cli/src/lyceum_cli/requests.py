@@ -7,6 +7,7 @@ read as they come, so that a person or a program at the other end of a pipe can 
 import json
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,7 +36,8 @@ def read_requests(text: str | None, file: Path | None, *, stream: bool) -> Itera
             raise UsageError(f"cannot read {file}: {reason}", "give a file of JSON text") from None
         values = _values(content, source)
     elif text == "-":
-        values = _lines(sys.stdin, "standard input") if stream else _values(sys.stdin.read(), "standard input")
+        stdin = _stdin()
+        values = _lines(stdin, "standard input") if stream else _values(stdin.read(), "standard input")
     else:
         values = _values("{}" if text is None and not stream else text or "", "the request")
     if stream:
@@ -45,6 +47,15 @@ def read_requests(text: str | None, file: Path | None, *, stream: bool) -> Itera
     if len(found) != 1:
         raise UsageError(f"this RPC takes one request, not {len(found)}", "give one JSON object")
     yield found[0]
+
+
+def _stdin() -> TextIO:
+    """Standard input as UTF-8; bytes that are none end up in the error about their line or field."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed", "pipe the request into it, or give it as JSON")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin
 
 
 def _values(text: str, source: str) -> Iterator[Any]:
@@ -58,7 +69,7 @@ def _values(text: str, source: str) -> Iterator[Any]:
             return
         try:
             value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _bad_json(error, source) from None
         yield from value if isinstance(value, list) else [value]
 
@@ -70,15 +81,19 @@ def _lines(stream: TextIO, source: str) -> Iterator[Any]:
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number > 1:
-                where = f"{source}, line {number}, column {error.colno}"
-                raise UsageError(f"{where}: {error.msg}", "write one JSON object a line") from None
+                raise _bad_json(error, f"{source}, line {number},") from None
             yield from _values(line + stream.read(), source)
             return
         yield from value if isinstance(value, list) else [value]
 
 
-def _bad_json(error: json.JSONDecodeError, source: str) -> UsageError:
-    where = f"line {error.lineno}, column {error.colno}"
-    return UsageError(f"{source} is not JSON: {where}: {error.msg}", """write it as '{"field": 1}'""")
+def _bad_json(error: ValueError | RecursionError, source: str) -> UsageError:
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+    elif isinstance(error, RecursionError):
+        reason = "is nested too deeply"
+    else:
+        reason = "has a number of too many digits"
+    return UsageError(f"{source} {reason}", """write it as '{"field": 1}'""")

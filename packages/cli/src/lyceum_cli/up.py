@@ -54,12 +54,14 @@ def up(
 ) -> None:
     """Start services and print where they are; Ctrl-C or SIGTERM lets running requests finish and stops them."""
     from lyceum_runtime.services import load_services, require_installed
+    from lyceum_runtime.settings import load_settings
 
     entries = [entry_of(name) for name in dict.fromkeys(services)] if services else list(load_services().values())
     for entry in entries:
         require_installed(entry)
     if isolated:
-        code = asyncio.run(_Supervisor(_ports(entries, port), as_json).run())
+        first = load_settings().port if port is None else port
+        code = asyncio.run(_Supervisor(_ports(entries, first), as_json).run())
     else:
         code = _serve(entries, port, as_json)
     if code:
@@ -175,7 +177,11 @@ class _Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
-            await _first(asyncio.create_task(child.wait()), asyncio.create_task(stopping.wait()))
+            try:
+                await _first(asyncio.create_task(child.wait()), asyncio.create_task(stopping.wait()))
+            except asyncio.CancelledError:
+                child.terminate()  # this process ends of itself, as when its output is closed
+                raise
             if stopping.is_set():
                 await self._end(child)
                 return True

@@ -1,15 +1,14 @@
 """`lyceum bench runtime`: what the chassis costs beside a bare grpc.aio server, and whether it stays small and quick.
 
-Both servers run the same function behind the same RPC, `lyceum.testing.v1.EchoService/Echo`, and take turns within
-each round, so that other work on the machine falls on both. Each server has a process of its own, and the clients too. What the chassis adds is
-admission, tracing, validation, and for a synchronous function a worker thread. 1,000 numbers travel each way: as a
-Tensor, which is how methods carry them and whose bytes are not looked at, and as a repeated field with a rule for each
-number, the most that validation can cost.
+Both servers run the same function behind the same RPC, `lyceum.testing.v1.EchoService/Echo`, and take turns within each
+round, so that other work on the machine falls on both. Each server has a process of its own, and the clients too. What
+the chassis adds is admission, tracing, validation, and for a synchronous function a worker thread. 1,000 numbers travel
+each way: as a Tensor, which is how methods carry them and whose bytes are not looked at, and as a repeated field with a
+rule for each number, the most that validation can cost.
 """
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import socket
 import statistics
@@ -19,7 +18,6 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,8 +76,7 @@ def echo(sizes: Sizes) -> list[Row]:
     """Latency and throughput of the chassis over a bare server's, for a synchronous and an asynchronous function."""
     with _echo_server("bare") as bare, _echo_server("sync") as sync, _echo_server("async") as concurrent:
         targets = {"bare": bare, "sync": sync, "async": concurrent}
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
-            rounds = {name: clients.submit(_measure, targets, name, sizes).result() for name in _requests()}
+        rounds = {name: asyncio.run(_rounds(targets, data, sizes)) for name, data in _requests().items()}
     return [
         row
         for name in rounds
@@ -93,10 +90,6 @@ def _requests() -> dict[str, bytes]:
     tensor = common_pb2.Tensor(dtype=common_pb2.DATA_TYPE_FLOAT64, shape=[NUMBERS], data=array("d", numbers).tobytes())
     requests = {"tensor": testing_pb2.EchoRequest(tensor=tensor), "checked": testing_pb2.EchoRequest(values=numbers)}
     return {name: request.SerializeToString() for name, request in requests.items()}
-
-
-def _measure(targets: Mapping[str, str], payload: str, sizes: Sizes) -> "list[Measured]":
-    return asyncio.run(_rounds(targets, _requests()[payload], sizes))
 
 
 def _ratios(case: str, kind: str, rounds: "list[Measured]") -> list[Row]:

@@ -28,6 +28,7 @@ QUEUED_MESSAGES = 16
 
 _POLL_SECONDS = 0.1
 _GATHER_SECONDS = 0.002  # for which a busy server gathers work before it wakes a thread
+_END_SECONDS = 0.01
 _BUSY = 8  # requests inside
 
 
@@ -311,6 +312,8 @@ class Inbox(Generic[T]):
         async for message in messages:
             await self._room.acquire()
             self._queue.put((True, message))
+        # gRPC ends a stream that broke off like a complete one, and says a moment later that the call was cancelled.
+        await asyncio.sleep(_END_SECONDS)
         self._end()
 
     def __iter__(self) -> Iterator[T]:

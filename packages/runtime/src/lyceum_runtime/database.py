@@ -14,9 +14,9 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import DatabaseError, SQLAlchemyError
+from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
-from lyceum_runtime.errors import ConfigurationError
+from lyceum_runtime.errors import ConfigurationError, ResourceExhausted
 
 _BUSY_MILLISECONDS = 30_000
 
@@ -71,9 +71,11 @@ class Database:
             raise StateError(
                 f"database {self.url.get_backend_name()} is not supported; use sqlite:/// or postgresql://"
             )
-        with self._explained(), self.write() as connection:
+        with self.explained(), self.write() as connection:
             self.exclusive(connection, "migrations")
             _migrations.create(connection, checkfirst=True)
+            # SQLite opens a file that it may not write, and says so at the first write only.
+            connection.execute(sa.delete(_migrations).where(_migrations.c.component == ""))
 
     def close(self) -> None:
         """Closes the pool's connections."""
@@ -90,12 +92,20 @@ class Database:
         """One transaction, committed at the end of the block and rolled back by an exception.
 
         On SQLite it holds the write lock from its first line, so that what it reads stays true until it commits.
+
+        Raises:
+            ResourceExhausted: the disk is full.
         """
-        with self.engine.begin() as connection:
-            if self.is_sqlite:
-                # pysqlite would begin only at the first INSERT, after the reads on which that INSERT depends.
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-            yield connection
+        try:
+            with self.engine.begin() as connection:
+                if self.is_sqlite:
+                    # pysqlite would begin only at the first INSERT, after the reads on which that INSERT depends.
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
+                yield connection
+        except OperationalError as error:
+            if "disk is full" not in str(error.orig):
+                raise
+            raise ResourceExhausted("the database is full", reason="DISK_FULL") from error
 
     def exclusive(self, connection: sa.Connection, key: str) -> None:
         """Until `connection`'s transaction ends, no other transaction passes this line with the same `key`."""
@@ -119,7 +129,7 @@ class Database:
         Raises:
             StateError: the database holds a newer version than this program knows.
         """
-        with self._explained():
+        with self.explained():
             for number in range(self._version(component) + 1, len(migrations) + 1):
                 self._apply(component, number, migrations[number - 1])
             found = self._version(component)
@@ -146,10 +156,12 @@ class Database:
             return own.execute(query).scalar() or 0
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """Turns the driver's error at start into one line that says which file or server, and what to do."""
         try:
             yield
+        except ResourceExhausted as error:
+            raise StateError(f"database {self._shown()}: {error.message}; make room on its disk") from None
         except DatabaseError as error:
             reason = re.sub(r"\s+", " ", str(error.orig)).strip()
             if not self.is_sqlite:

@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import sqlalchemy as sa
 from google.rpc import code_pb2, status_pb2
@@ -160,11 +160,14 @@ class DbosRunner:
     def close(self) -> None:
         """Stops DBOS's threads. Its workflows must have ended or parked; those that have not are left behind."""
         from dbos import DBOS
+        from dbos._dbos import _get_dbos_instance
 
         if self._client is not None:
             self._client.destroy()
         if self._launched:
             self._launched = False
+            # A thread that polls for the result of another process's run would do so for ever, and keep this process.
+            vars(_get_dbos_instance()._sys_db)["check_workflow_result"] = _leave
             DBOS.destroy()
 
     def _dbos_client(self) -> "DBOSClient":
@@ -199,6 +202,10 @@ def _register_workflow() -> None:
 
 def _workflow(task: Task) -> None:
     _run_task(task)
+
+
+def _leave(workflow_id: str, **options: Any) -> NoReturn:
+    raise Parked
 
 
 def to_json(value: Any) -> str:

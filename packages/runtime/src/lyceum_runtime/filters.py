@@ -137,13 +137,13 @@ class Cursor:
     query: tuple[str, ...]
     """Everything that decides which items come and in which order: service, tenant, collection, filter, order."""
 
-    def token(self, key: Sequence[str | int | float | bool | None]) -> str:
+    def token(self, key: Sequence[str | int | float | bool]) -> str:
         """The token of the page after the item with this key."""
         body = json.dumps([self._digest(), *key], separators=(",", ":"))
         return base64.urlsafe_b64encode(body.encode()).decode().rstrip("=")
 
     def key(self, token: str, types: Sequence[type]) -> list[Any] | None:
-        """The key inside a token, one value of each type (or None); None for the first page.
+        """The key inside a token, one value of each type; None for the first page.
 
         Raises:
             InvalidArgument: on `page_token`: not a token, or one of another query.
@@ -154,9 +154,10 @@ class Cursor:
             body = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
             digest: str | None = body[0]
             key: list[Any] = body[1:]
+            json.dumps(key, ensure_ascii=False).encode()  # half a surrogate pair is a string that no database takes
         except (ValueError, TypeError, LookupError, RecursionError, binascii.Error):
             digest, key = None, []
-        typed = len(key) == len(types) and all(v is None or type(v) is t for v, t in zip(key, types))
+        typed = len(key) == len(types) and all(type(v) is t for v, t in zip(key, types))
         if digest != self._digest() or not typed:
             raise InvalidArgument(
                 (

@@ -104,13 +104,14 @@ class OperationsEngine:
         Raises:
             StateError: DBOS cannot use its tables.
         """
-        self._lease.acquire()
-        try:
-            self._runner.launch(names)
-            self._adopt()
-        except BaseException:
-            self._lease.drop()
-            raise
+        with self._database.explained():
+            self._lease.acquire()
+            try:
+                self._runner.launch(names)
+                self._adopt()
+            except BaseException:
+                self._lease.drop()
+                raise
         self._keeper = threading.Thread(target=self._keep, name="lyceum-operations", daemon=True)
         self._keeper.start()
         telemetry.observe("lyceum.operations.waiting", lambda: self._store.waiting(names))
@@ -237,9 +238,12 @@ class OperationsEngine:
         self._closed.set()
         if self._keeper is not None:
             self._keeper.join()
-            self._runner.recover(self._executor_id)
-            self._store.abandon([self._executor_id])
-            self._lease.drop()
+            try:
+                self._runner.recover(self._executor_id)
+                self._store.abandon([self._executor_id])
+                self._lease.drop()
+            except Exception as error:  # the database is away or full: the lease runs out, as after a crash
+                logger.error("operations: %s; they are not handed over but found later", type(error).__name__)
         self._runner.close()
 
     def close(self) -> None:
