@@ -260,26 +260,6 @@ def test_an_isolated_service_that_is_killed_is_started_again(state: Path) -> Non
     assert health_of(address) == "down"
 
 
-def test_no_isolated_service_outlives_a_supervisor_whose_output_is_closed(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = closed_port()
-    monkeypatch.setenv("LYCEUM_PORT", str(port))  # as without --isolated
-    with start("up", "--isolated") as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        child.stdout.close()
-        child.stderr.close()
-        address = f"127.0.0.1:{port}"
-        deadline = time.monotonic() + START_SECONDS
-        while child.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        while health_of(address) != "down":
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-
 def _children(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
