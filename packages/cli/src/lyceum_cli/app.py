@@ -1,6 +1,7 @@
 """The commands and their one way of failing."""
 
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +29,17 @@ class Commands(TyperGroup):
             if problem is None:
                 raise
             emit_error(problem, as_json=wants_json(ctx))
+            if isinstance(error, OSError):
+                _drop_output()
             raise typer.Exit(problem.exit_code) from None
+
+
+def _drop_output() -> None:
+    """What could not be written stays in the buffer; Python would try again at exit and end with another status."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _problem(error: Exception) -> CliError | None:
