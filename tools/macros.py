@@ -30,7 +30,7 @@ def shared_library(name, description, uses=()):
     python_package(name, description)
 
 
-def runtime_package(name, description, uses):
+def runtime_package(name, description, uses, commands=None):
     """A package that speaks gRPC and knows no method: the chassis, the command line, the console."""
     allowed = ["//packages/" + other + "/**" for other in (name, *uses)]
     __dependencies_rules__(
@@ -44,7 +44,7 @@ def runtime_package(name, description, uses):
         ),
         ("*", "//protos/**", *allowed, "//infra/**", THIRD_PARTY, "!*"),
     )
-    python_package(name, description)
+    python_package(name, description, commands)
 
 
 def method_package(name, description, uses=("base", "zoo")):
@@ -79,12 +79,13 @@ def method_package(name, description, uses=("base", "zoo")):
     )
 
 
-def python_package(name, description):
+def python_package(name, description, commands=None):
     python_sources(name="benchmarks", sources=["benchmarks/**/*.py"])
     python_distribution(
         name="dist",
         dependencies=["//packages/" + name + "/src"],
         provides=python_artifact(name="lyceum-" + name, version=VERSION, description=description, license="Apache-2.0"),
+        entry_points={"console_scripts": commands or {}},
         sdist=False,
     )
 
