@@ -17,6 +17,7 @@ WIRE = (
     "!//tools/reqs#opentelemetry-*",
     "!//tools/reqs#protobuf",
     "!//tools/reqs#protovalidate",
+    "!//tools/reqs#uvloop",
 )
 
 
@@ -28,6 +29,7 @@ def shared_library(name, description, uses=()):
         ("*", *allowed, THIRD_PARTY, "!*"),
     )
     python_package(name, description)
+    package_pex(name, "//packages/" + name + "/src")
 
 
 def runtime_package(name, description, uses, commands=None):
@@ -45,6 +47,7 @@ def runtime_package(name, description, uses, commands=None):
         ("*", "//protos/**", *allowed, "//infra/**", THIRD_PARTY, "!*"),
     )
     python_package(name, description, commands)
+    package_pex(name, "//packages/" + name + "/src", entry_point=next(iter((commands or {}).values()), None))
 
 
 def method_package(name, description, uses=("base", "zoo")):
@@ -76,6 +79,18 @@ def method_package(name, description, uses=("base", "zoo")):
         execution_mode="venv",
         layout="packed",
         output_path="services/lyceum-" + name,
+    )
+
+
+def package_pex(name, *dependencies, entry_point=None):
+    """A package with all its requirements in one folder: it runs the entry point, or is a Python that can import it."""
+    pex_binary(
+        name="pex",
+        dependencies=list(dependencies),
+        entry_point=entry_point,
+        execution_mode="venv",
+        layout="packed",
+        output_path="libraries/lyceum-" + name,
     )
 
 

@@ -261,6 +261,27 @@ def test_a_server_that_is_down_is_one_line_saying_how_to_start_it(monkeypatch: p
     assert result.exit_code == 1
 
 
+def test_a_server_of_no_known_service_is_not_said_to_be_started_by_its_name(state: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        result = run("call", "testing", "Echo", "--target", address)
+    assert error_line(result).endswith(f"no server answers at {address}; start it, or give another --target")
+    assert "lyceum up" not in result.stderr
+    assert result.exit_code == 1
+
+
+def test_an_error_comes_first_and_the_trace_that_explains_it_last(target: str) -> None:
+    failed = call(target, "Fail", '{"code": 5, "message": "libraries/x"}')
+    assert failed.exit_code == 1
+    error, trace = failed.stderr.splitlines()
+    assert error.startswith("error: NOT_FOUND")
+    assert re.fullmatch("trace [0-9a-f]{32}", trace)
+    refused = call(target, "Echo", '{"wait_seconds": 99}')
+    assert re.fullmatch("trace [0-9a-f]{32}", refused.stderr.splitlines()[-1])
+    assert "trace" not in call(target, "Fail", '{"code": 5}', "--json").stderr
+
+
 def test_an_unknown_service_is_one_line_with_the_nearest_name(state: Path) -> None:
     result = run("call", "apxe", "GetLibrary")
     assert "there is no service apxe; did you mean apex?" in error_line(result)

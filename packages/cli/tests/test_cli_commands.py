@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from lyceum_cli import tour, up
 from lyceum_cli.app import app
-from lyceum_cli.output import CliError
+from lyceum_cli.output import CliError, emit
 from lyceum_runtime import services, testing
 from lyceum_runtime.testing_service import ENTRY
 from lyceum_runtime.tour import TourResult
@@ -133,8 +133,21 @@ def test_a_serving_service_is_healthy(toy: str) -> None:
     result = run("health", "testing", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["services"] == [
-        {"service": "testing", "address": toy, "health": "serving", "version": "-"}
+        {"service": "testing", "address": toy, "health": "serving", "version": None}
     ]
+
+
+def test_versions_are_listed_where_packages_are_installed_and_left_out_in_a_checkout(
+    toy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = run("ls")
+    assert listed.exit_code == 0
+    assert [line.split() for line in listed.stdout.splitlines()] == [
+        ["service", "address", "health"],
+        ["testing", toy, "serving"],
+    ]
+    monkeypatch.setattr("lyceum_cli.health._version", lambda entry: "1.2.3")
+    assert [line.split()[-1] for line in run("ls").stdout.splitlines()] == ["version", "1.2.3"]
 
 
 def test_an_artifact_comes_back_as_it_was_put(toy: str, tmp_path: Path) -> None:
@@ -155,6 +168,28 @@ def test_an_artifact_comes_back_as_it_was_put(toy: str, tmp_path: Path) -> None:
     assert "--force" in error_line(again)
     piped = run("artifacts", "get", ref["sha256"])
     assert piped.stdout_bytes == source.read_bytes()
+
+
+def test_a_media_type_that_would_steer_the_terminal_is_refused_and_none_is_printed_raw(
+    toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a"
+    source.write_text("x")
+    for media_type in ("text/\x1b[2J", "text/plain\n", "text", "text/plain; charset=utf-8", "a/" + "b" * 300):
+        refused = run("artifacts", "put", str(source), "--media-type", media_type)
+        assert refused.exit_code == 1
+        assert "header.media_type" in refused.stderr
+    assert run("artifacts", "put", str(source), "--media-type", "image/svg+xml").exit_code == 0
+    hostile = "a/\x1b[2J\x9b31m\u202eb\r\n"  # as a server without the rule would store it
+    monkeypatch.setattr("lyceum_cli.artifacts._stored", lambda artifact: hostile)
+    listed = run("artifacts", "ls")
+    assert r"a/\x1b[2J\x9b31m\u202eb\r\n" in listed.stdout
+    assert listed.stdout.replace("\n", "").isprintable()
+
+
+def test_json_has_no_raw_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({"name": "\x1b\x7f\x9bé"})
+    assert capsys.readouterr().out == r'{"name": "\u001b\u007f\u009bé"}' + "\n"
 
 
 def test_an_artifact_that_is_not_there_leaves_no_file(toy: str, tmp_path: Path) -> None:
@@ -258,6 +293,37 @@ def test_an_isolated_service_that_is_killed_is_started_again(state: Path) -> Non
     assert child.returncode == 0
     assert "testing died (signal SIGKILL); starting it again in 0.5 s" in errors
     assert health_of(address) == "down"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel has no signal for a parent's death")
+def test_an_isolated_service_ends_with_a_supervisor_that_is_killed(state: Path) -> None:
+    with start("up", "--isolated", "--json", port=closed_port()) as child:
+        address = first_address(child)
+        assert health_of(address) == "serving"
+        child.kill()
+    _await_down(address)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel has no signal for a parent's death")
+def test_the_services_of_a_tour_end_with_a_tour_that_is_killed(state: Path) -> None:
+    program = (
+        f"import sys, time; sys.executable = {_toy_python(state)!r}; from lyceum_cli import tour; "
+        "from lyceum_runtime.testing_service import ENTRY\n"
+        "with tour._started([ENTRY]) as places: print(places['testing'], flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        address = child.stdout.readline().strip()
+        assert health_of(address) == "serving"
+        child.kill()
+    _await_down(address)
+
+
+def _await_down(address: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while health_of(address) != "down":
+        assert time.monotonic() < deadline, "the service is still there"
+        time.sleep(0.1)
 
 
 def _children(parent: int) -> list[int]:

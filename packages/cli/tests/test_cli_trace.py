@@ -121,3 +121,34 @@ def test_without_traces_the_list_says_how_to_make_one(state: Path) -> None:
     result = run("list")
     assert result.exit_code == 0
     assert "lyceum tour" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "/proc/none/state"])
+def test_a_state_directory_that_cannot_be_is_an_error_and_not_an_empty_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "state"}.get(place, Path(place))
+    monkeypatch.setenv("LYCEUM_STATE_DIR", str(folder))
+    for command in (["list"], ["show", "abc"]):
+        result = run(*command)
+        assert result.exit_code == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"error: the state directory {folder} cannot be used")
+        assert "set LYCEUM_STATE_DIR" in line
+
+
+def test_a_state_directory_that_is_yet_to_be_made_is_empty_and_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LYCEUM_STATE_DIR", str(tmp_path / "a" / "b"))
+    assert run("list").exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_would_steer_the_terminal_is_written_out(state: Path) -> None:
+    store(state, ("a", None, "evil\x1b[2J", "cli\x9b", 0, 1, "OK"))
+    for result in (run("show", TRACE), run("list")):
+        assert r"evil\x1b[2J" in result.stdout
+        assert r"cli\x9b" in result.stdout
+        assert result.stdout.replace("\n", "").isprintable()

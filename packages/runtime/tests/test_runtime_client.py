@@ -2,15 +2,18 @@
 
 import dataclasses
 import hashlib
+import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from google.longrunning import operations_pb2
 
 from lyceum.artifacts.v1 import artifacts_pb2
+from lyceum.operations.v1 import operations_pb2 as watching_pb2
 from lyceum.testing.v1 import testing_pb2
 from lyceum_runtime import client as clients
 from lyceum_runtime import errors, testing
@@ -184,6 +187,38 @@ def test_a_wait_that_runs_out_leaves_the_operation_running_and_a_cancel_ends_it(
     waiting.join()
 
 
+def test_a_watch_tries_again_with_longer_and_longer_pauses_until_the_server_is_back(served, monkeypatch):
+    clock, pauses = [1000.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(clients, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    running, ended = (operations_pb2.Operation(name="operations/x", done=done) for done in (False, True))
+    gone, late = errors.Unavailable("gone"), errors.DeadlineExceeded("late")
+    rounds = [[gone]] * 6 + [[running, gone], [running, late], [gone], [running, ended]]
+
+    class Watching:
+        def WatchOperation(self, request, timeout):
+            for step in rounds.pop(0) if rounds else [gone]:
+                if isinstance(step, Exception):
+                    raise step
+                yield watching_pb2.WatchOperationResponse(operation=step)
+
+    monkeypatch.setattr(served.client, "_watching", Watching())
+    assert [state.done for state in served.client.watch("operations/x")] == [False, False, False, True]
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 0.2, 0.2]  # a state in between begins anew
+    pauses.clear()
+    with pytest.raises(errors.Unavailable):
+        list(served.client.watch("operations/x"))
+    assert 60 <= sum(pauses) <= 63
+    pauses.clear()
+    with pytest.raises(errors.DeadlineExceeded, match="not done after 5 s"):
+        list(served.client.watch("operations/x", timeout=5))
+    assert 5 <= sum(pauses) <= 7
+
+
 def test_an_unknown_operation_is_not_found(served):
     with pytest.raises(errors.NotFound):
         served.client.wait("operations/nothing", testing_pb2.TrainResponse)
@@ -239,4 +274,31 @@ def test_a_damaged_download_is_refused_and_leaves_nothing(served, blob, tmp_path
 def test_an_unknown_artifact_is_not_found_and_leaves_no_file(served, tmp_path):
     with pytest.raises(errors.NotFound):
         served.client.download("0" * 64, tmp_path / "copy")
-    assert not (tmp_path / "copy").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_artifact_that_is_damaged_in_the_store_leaves_no_part_of_it(served, tmp_path):
+    ref = served.client.upload(os.urandom(3 * MIB))
+    [stored] = served.settings.state_dir.glob(f"artifacts/sha256/*/{ref.sha256}")
+    stored.chmod(0o600)
+    with stored.open("r+b") as file:
+        file.seek(2 * MIB)
+        file.write(b"damage")
+    with pytest.raises(errors.FailedPrecondition, match="is damaged in the store"):
+        served.client.download(ref, tmp_path / "copy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_is_interrupted_keeps_its_part_to_go_on_from(served, blob, tmp_path, monkeypatch):
+    data, sha256 = blob
+
+    def broken(name, at):
+        yield data[at : at + MIB]
+        raise errors.Unavailable("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.client, "_download", broken)
+        with pytest.raises(errors.Unavailable):
+            served.client.download(sha256, tmp_path / "copy")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [data[:MIB]]
+    assert served.client.download(sha256, tmp_path / "copy").read_bytes() == data

@@ -1,5 +1,7 @@
 """The database: what it refuses, its transactions and its migrations."""
 
+import contextlib
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -53,6 +55,35 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -
 def test_a_url_that_cannot_be_used_is_refused(bad: str) -> None:
     with pytest.raises(StateError):
         Database(bad)
+
+
+@pytest.mark.parametrize("option", ["mode=ro", "mode=ro&uri=true", "timeout=5", "nonsense=1"])
+def test_an_sqlite_url_with_options_is_refused_rather_than_opened_without_them(tmp_path: Path, option: str) -> None:
+    with pytest.raises(StateError, match=f"takes no options .*{option.partition('=')[0]}") as error:
+        Database(f"{url(tmp_path / 'x.db')}?{option}")
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("journal", ["wal", "delete"])
+def test_a_database_that_may_only_be_read_is_refused_in_one_line_that_names_it(tmp_path: Path, journal: str) -> None:
+    path = tmp_path / "x.db"
+    Database(url(path)).close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA journal_mode={journal}")
+    before = path.read_bytes()
+
+    def read_only(*_: object) -> sqlite3.Connection:  # what a file without write permission is to all but root
+        return sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+
+    event.listen(sa.Engine, "do_connect", read_only)
+    try:
+        with pytest.raises(StateError, match=r"x\.db: .*readonly.*LYCEUM_DATABASE_URL") as error:
+            Database(url(path))
+    finally:
+        event.remove(sa.Engine, "do_connect", read_only)
+    assert "\n" not in str(error.value)
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_is_a_status_while_it_runs_and_one_line_at_the_start(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 import base64
 import hashlib
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -19,13 +22,14 @@ from google.protobuf import struct_pb2
 from google.rpc import code_pb2
 from opentelemetry import trace
 
+from lyceum.artifacts.v1 import artifacts_pb2
 from lyceum.common.v1 import common_pb2
 from lyceum.operations.v1 import operations_pb2 as lyceum_operations_pb2
 from lyceum.testing.v1 import testing_pb2
 from lyceum_base.checkpoint import Checkpoint
 from lyceum_runtime import dbos_runner, operations
 from lyceum_runtime.artifacts import ArtifactStore
-from lyceum_runtime.database import Database
+from lyceum_runtime.database import Database, StateError
 from lyceum_runtime.definition import Call, LongMethod, ServiceDefinition
 from lyceum_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError, Unavailable
 from lyceum_runtime.operation_store import NewOperation
@@ -47,6 +51,12 @@ class Toy:
         """Waits for the gate and never looks at should_stop before."""
         self.gate.wait(10)
         yield Checkpoint({"x": np.arange(4.0)}, "hold", 1, 1)
+
+    def lose(self, request: struct_pb2.Struct, call: Call, resume: Mapping[str, Any] | None) -> Iterator[Checkpoint]:
+        """Loses a worker process when the gate opens."""
+        yield Checkpoint({"x": 1}, "lose", 0, 1)
+        self.gate.wait(10)
+        raise BrokenPipeError("a worker ended")
 
     def crash(self, request: struct_pb2.Struct, call: Call, resume: Mapping[str, Any] | None) -> Iterator[Checkpoint]:
         """Fails with a text that must stay inside."""
@@ -80,7 +90,8 @@ class Toy:
         def method(run: Any) -> LongMethod:
             return LongMethod(struct_pb2.Struct, struct_pb2.Struct, run, self.finish, self.check)
 
-        methods = {"Hold": method(self.hold), "Crash": method(self.crash), "Store": method(self.store)}
+        runs = {"Hold": self.hold, "Crash": self.crash, "Store": self.store, "Lose": self.lose}
+        methods = {name: method(run) for name, run in runs.items()}
         return ServiceDefinition("toy", "test.Toy", {}, methods)
 
 
@@ -357,6 +368,71 @@ def test_a_request_that_names_a_foreign_artifact_is_refused(engine: OperationsEn
         engine._enqueue(new, request, {})
 
 
+def test_a_resource_that_an_unfinished_operation_names_cannot_be_deleted(engine: OperationsEngine, toy: Toy) -> None:
+    resources = engine._resources.of("toy", TENANT)
+    resources.create("things/x", artifacts_pb2.Artifact())
+    resources.create("things/x/parts/y", artifacts_pb2.Artifact())
+    resources.create("things/other", artifacts_pb2.Artifact())
+    toy.gate.clear()
+    operation = engine.start("toy", "Hold", struct(deep=[{"part": "things/x/parts/y"}], none="things/none"), TENANT)
+    for name in ("things/x", "things/x/parts/y"):
+        with pytest.raises(FailedPrecondition, match=f"{name} is used by {operation.name}, which must end") as caught:
+            resources.delete(name, artifacts_pb2.Artifact, force=True)
+        assert caught.value.details[0].violations[0].type == "IN_USE"
+    resources.delete("things/other", artifacts_pb2.Artifact)
+    toy.gate.set()
+    assert done(engine, operation).HasField("response")
+    resources.delete("things/x", artifacts_pb2.Artifact, force=True)
+
+
+def test_a_cancelled_operation_keeps_no_resource(engine: OperationsEngine, toy: Toy) -> None:
+    resources = engine._resources.of("toy", TENANT)
+    resources.create("things/z", artifacts_pb2.Artifact())
+    toy.gate.clear()
+    operation = engine.start("toy", "Hold", struct(thing="things/z"), TENANT)
+    engine.cancel(operation.name, TENANT)
+    toy.gate.set()
+    assert done(engine, operation).error.code == code_pb2.CANCELLED
+    resources.delete("things/z", artifacts_pb2.Artifact)
+
+
+def test_a_process_that_runs_dbos_already_is_refused_and_not_disturbed(
+    engine: OperationsEngine, database: Database
+) -> None:
+    with pytest.raises(StateError, match="runs DBOS for something else"):
+        dbos_runner.DbosRunner(database, "second", lambda task: None, running_at_once=1).launch(["toy"])
+    assert trained(done(engine, train(engine, steps=1))).steps == 1
+
+
+def test_a_launch_that_fails_in_its_last_line_leaves_room_for_the_next(tmp_path: Path) -> None:
+    program = """
+from dbos import DBOS
+from dbos import _dbos
+from lyceum.testing.v1 import testing_pb2
+from lyceum_runtime import testing
+from lyceum_runtime.testing_service import ENTRY
+
+def fail(*arguments, **options):
+    raise RuntimeError("no queue")
+
+register, DBOS.register_queue = DBOS.register_queue, fail
+try:
+    with testing.serve(ENTRY):
+        pass
+except RuntimeError as error:
+    assert str(error) == "no queue"
+assert _dbos._dbos_global_instance is None
+DBOS.register_queue = register
+with testing.serve(ENTRY) as served:
+    operation = served.client.stub.Train(testing_pb2.TrainRequest(steps=3))
+    print(served.client.wait(operation, testing_pb2.TrainResponse, timeout=30).steps)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.stdout.splitlines() == ["3"], ended.stderr
+
+
 def test_only_a_finished_operation_can_be_deleted(engine: OperationsEngine, database: Database) -> None:
     operation = train(engine, steps=100, seconds_per_step=30)
     with pytest.raises(FailedPrecondition):
@@ -505,14 +581,21 @@ def test_the_operations_services_serve_every_rpc(engine: OperationsEngine) -> No
         longrunning.methods["ListOperations"](operations_pb2.ListOperationsRequest(name="projects/x"), call)
 
 
-def test_zz_a_draining_engine_takes_no_operation_and_parks_what_runs(engine: OperationsEngine) -> None:
+def test_zz_a_draining_engine_takes_no_operation_and_parks_what_runs(engine: OperationsEngine, toy: Toy) -> None:
     """Last, because it ends the module's engine."""
+    toy.gate.clear()
     operation = train(engine, steps=100, seconds_per_step=0.2)
-    time.sleep(1)
+    broken = engine.start("toy", "Lose", struct(), TENANT)
+    deadline = time.monotonic() + 10
+    while len(engine._runs) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)
     begin = time.monotonic()
+    threading.Timer(0.5, toy.gate.set).start()
     engine.drain(5)
     assert time.monotonic() - begin < 5
     assert not engine.get(operation.name, TENANT).done
+    assert not engine.get(broken.name, TENANT).done  # what breaks in a process that ends is tried again in another
     with pytest.raises(Unavailable):
         train(engine, steps=1)
 

@@ -37,6 +37,10 @@ def die(argument):
 def allocate(argument):
     return len(bytearray(argument))
 
+def linger(pid_file):
+    Path(pid_file).write_text(str(os.getpid()))
+    time.sleep(60)
+
 def hang(pid_file):
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(pid_file).write_text(str(grandchild.pid))
@@ -134,6 +138,30 @@ def test_child_is_killed_with_its_own_children(settings: Any, stop: bool, error:
             break
         time.sleep(0.05)
     assert not _alive(grandchild)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel has no signal for a parent's death")
+def test_child_ends_with_a_parent_that_is_killed(settings: Any) -> None:
+    pid_file = settings.state_dir / "pid"
+    program = (
+        "import sys; from pathlib import Path; from lyceum_runtime.process import call_in_process; "
+        "from lyceum_runtime.settings import Settings; settings = Settings(state_dir=Path(sys.argv[1])); "
+        "call_in_process('traced_child:linger', sys.argv[2], settings=settings, timeout_seconds=60)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", program, str(settings.state_dir), str(pid_file)]
+    with subprocess.Popen(command, env=environment) as parent:
+        while not (pid_file.exists() and pid_file.read_text()):
+            assert parent.poll() is None
+            time.sleep(0.05)
+        child = int(pid_file.read_text())
+        assert _alive(child)
+        parent.kill()
+    for _ in range(100):
+        if not _alive(child):
+            break
+        time.sleep(0.05)
+    assert not _alive(child)
 
 
 def test_plain_joblib_in_a_thread_reports_into_the_callers_trace(settings: Any) -> None:

@@ -205,6 +205,41 @@ def test_a_text_of_a_thousand_characters_outside_ascii_still_arrives_as_its_own_
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+@pytest.mark.parametrize(("count", "length"), [(1, 5000), (5, 2000), (1000, 60)])
+def test_violations_with_long_texts_arrive_with_their_fields(count, length):
+    def fail(request: testing_pb2.FailRequest, call: Call) -> testing_pb2.FailResponse:
+        raise errors.InvalidArgument(*[(f"values[{index}]", "é" * length) for index in range(count)])
+
+    with (
+        testing.serve(ServiceDefinition("toy", ENTRY.service, {"Fail": fail}, {})) as other,
+        grpc.insecure_channel(other.target) as channel,  # gRPC's own limit on headers, not our client's
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        call(channel, "Fail", b"")
+    error = errors_from(caught.value)
+    assert isinstance(error, errors.InvalidArgument)
+    assert [field for field, _ in error.violations] == [f"values[{index}]" for index in range(len(error.violations))]
+    assert len(error.violations) >= min(count, 10)
+    assert all(text.startswith("ééé") for _, text in error.violations)
+
+
+def test_a_status_too_large_for_its_place_loses_no_more_than_it_must():
+    about = error_details_pb2.ErrorInfo(reason="TOO_LARGE", metadata={str(index): "x" * 3000 for index in range(3)})
+    kept = error_details_pb2.ResourceInfo(resource_name="libraries/x", description="y" * 3000)
+    status = errors.FailedPrecondition("z" * 3000, reason="R").status()
+    for detail in (kept, about):
+        status.details.add().Pack(detail)
+    fitted = errors.fitted(status, text_bytes=1024, status_bytes=3072)
+    assert fitted.ByteSize() <= 3072
+    assert fitted.code == status.code
+    assert fitted.message == "z" * 1024 + " ..."
+    violations, resource = errors.from_status(fitted).details
+    assert violations.violations[0].type == "R"
+    assert resource.resource_name == "libraries/x"
+    small = errors.NotFound("libraries/x").status()
+    assert errors.fitted(small, text_bytes=1024, status_bytes=3072) == small
+
+
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +335,36 @@ def test_slow_readers_do_not_keep_others_from_computing(served):
         for stream in streams:
             stream.cancel()
     wait_until(lambda: idle(served))
+
+
+@pytest.mark.parametrize("behind", [1, 20])
+def test_requests_behind_one_that_is_held_up_run_on_the_other_threads(behind):
+    gate = threading.Event()
+
+    def echo(request: Echo, call: Call) -> testing_pb2.EchoResponse:
+        if request.text == "hold":
+            gate.wait(30)
+        return testing_pb2.EchoResponse(text=threading.current_thread().name)
+
+    with testing.serve(ServiceDefinition("toy", ENTRY.service, {"Echo": echo}, {}), max_workers=2) as other:
+        try:
+            other.client.stub.Echo(Echo())  # the first request imports the package, on a thread of its own
+            held = [other.client.stub.Echo.future(Echo(text="hold"))]
+            wait_until(lambda: other.server.abandoned == 1)
+            answers = [other.client.stub.Echo.future(Echo()) for _ in range(behind)]
+            threads = {answer.result(timeout=5).text for answer in answers}
+            assert len(threads) == 1
+            assert not held[0].done()
+            held.append(other.client.stub.Echo.future(Echo(text="hold")))
+            wait_until(lambda: other.server.abandoned == 2)
+            late = [other.client.stub.Echo.future(Echo()) for _ in range(behind)]
+            time.sleep(0.3)
+            assert not any(answer.done() for answer in late)  # two compute, and no third
+            gate.set()
+            assert {answer.result(timeout=5).text for answer in held} > threads
+            assert all(answer.result(timeout=5).text for answer in late)
+        finally:
+            gate.set()
 
 
 def test_an_operation_is_not_stopped_by_the_end_of_the_call_that_started_it(served):
@@ -422,6 +487,34 @@ def test_what_outlasts_the_drain_is_stopped_and_told_so():
         with pytest.raises(errors.Unavailable, match="the server stopped before the work was done"):
             running.result(timeout=5)
         assert time.monotonic() - began < 10
+        assert idle(other)
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_an_async_function_that_outlasts_the_drain_is_cancelled_and_its_caller_told_so(on_loop):
+    seen: list[str] = []
+
+    async def echo(request: Echo, call: Call) -> testing_pb2.EchoResponse:
+        seen.append("begun")
+        try:
+            await asyncio.sleep(request.wait_seconds)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+        return testing_pb2.EchoResponse()
+
+    with testing.serve(ServiceDefinition("toy", ENTRY.service, {"Echo": echo}, {})) as other:
+        if on_loop:
+            other.client.stub.Echo(Echo())  # until then it is not known to be async, and begins on a thread
+            seen.clear()
+        running = other.client.stub.Echo.future(Echo(wait_seconds=60))
+        wait_until(lambda: seen == ["begun"])
+        began = time.monotonic()
+        other.stop(drain_seconds=0.2)
+        with pytest.raises(errors.Unavailable, match="the server stopped before the work was done"):
+            running.result(timeout=5)
+        assert time.monotonic() - began < 10
+        assert seen == ["begun", "cancelled"]
         assert idle(other)
 
 

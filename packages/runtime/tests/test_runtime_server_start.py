@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 
 import grpc
@@ -162,6 +163,35 @@ def test_a_process_starts_quickly_stays_small_drains_on_sigterm_and_goes_on_afte
         process.communicate()
 
 
+def test_a_wait_goes_on_over_the_death_and_the_restart_of_its_server(tmp_path):
+    port = free_port()
+    process = start(tmp_path, port)
+    try:
+        wait_healthy(port)
+        with Client(ENTRY, target=f"127.0.0.1:{port}") as client, futures.ThreadPoolExecutor(1) as thread:
+            operation = client.stub.Train(testing_pb2.TrainRequest(steps=40, seconds_per_step=0.1))
+            seen: list[int] = []
+            waiting = thread.submit(
+                client.wait,
+                operation,
+                testing_pb2.TrainResponse,
+                timeout=60,
+                progress=lambda state: seen.append(state.completed),
+            )
+            time.sleep(1.0)
+            process.kill()
+            process.wait()
+            before = len(seen)
+            time.sleep(1.0)
+            assert not waiting.done()
+            process = start(tmp_path, port)
+            assert waiting.result(timeout=60).steps == 40
+            assert seen[before] > 0  # it goes on from where it was
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_computation_that_does_not_poll_cannot_hold_up_the_exit(tmp_path):
     port = free_port()
     script = (
@@ -185,3 +215,55 @@ def test_a_computation_that_does_not_poll_cannot_hold_up_the_exit(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+PARALLEL = """
+import os
+from lyceum.testing.v1 import testing_pb2
+from lyceum_runtime import server, testing_service
+from lyceum_runtime.parallel import parallel_backend
+from lyceum_runtime.settings import load_settings
+from lyceum_runtime.testing_service import service
+
+def echo(request, call):
+    from joblib import Parallel, delayed
+    with parallel_backend(load_settings()):
+        pids = Parallel(n_jobs=2)(delayed(os.getpid)() for _ in range(4))
+    return testing_pb2.EchoResponse(text=" ".join(map(str, pids)))
+
+service.echo = echo
+server.main([testing_service.ENTRY])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_worker_processes_end_with_their_server(tmp_path, number):
+    port = free_port()
+    process = start(tmp_path, port, "-c", PARALLEL)
+    workers: set[int] = set()
+    try:
+        wait_healthy(port)
+        with Client(ENTRY, target=f"127.0.0.1:{port}") as client:
+            workers = {int(pid) for pid in client.stub.Echo(testing_pb2.EchoRequest()).text.split()}
+        assert all(alive(worker) for worker in workers)
+        process.send_signal(number)
+        process.wait(timeout=30)
+        end = time.monotonic() + 15
+        while any(alive(worker) for worker in workers):
+            assert time.monotonic() < end, "the workers outlive their server"
+            time.sleep(0.1)
+        _, said = process.communicate(timeout=30)
+        assert number is signal.SIGKILL or "leaked" not in said
+    finally:
+        process.kill()
+        for worker in workers:
+            if alive(worker):
+                os.kill(worker, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False

@@ -77,8 +77,8 @@ class Kinds:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[telemetry.aio_server_interceptor()])
-    server.add_generic_rpc_handlers([Kinds().handler()])
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([telemetry.traced(Kinds().handler())])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -97,3 +97,30 @@ def test_one_trace_reaches_from_the_client_into_every_process(tmp_path: Path) ->
     pids = {span.attributes["pid"] for span in spans if span.name in ("in_child", "in_worker")}
     assert len(pids) >= 3  # two children and at least one worker
     assert os.getpid() not in pids
+
+
+def _names(state_dir: Path) -> list[list[str]]:
+    """The chain of names of every span that one call leaves."""
+
+    def echo(request: testing_pb2.EchoRequest, call: Call) -> testing_pb2.EchoResponse:
+        with telemetry.stage("inside"):
+            return testing_pb2.EchoResponse()
+
+    definition = ServiceDefinition("testing", "lyceum.testing.v1.EchoService", {"Echo": echo}, {})
+    with testing.serve(definition, state_dir=state_dir) as served:
+        served.client.stub.Echo(testing_pb2.EchoRequest())
+    store = SpanStore(state_dir / "spans.db")
+    recent = store.recent()
+    spans = store.trace(recent[0].trace_id) if recent else []
+    return sorted(chain(spans, span) for span in spans)
+
+
+@pytest.mark.parametrize("sampler", ["always_on", "parentbased_traceidratio", "parentbased_always_off"])
+def test_a_sampler_of_the_environment_decides_whether_and_not_which_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    default = _names(tmp_path / "default")
+    assert [len(names) for names in default] == [1, 2, 3]  # client, server, stage
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "1.0")
+    assert _names(tmp_path / "sampled") == ([] if sampler.endswith("off") else default)

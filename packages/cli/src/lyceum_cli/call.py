@@ -91,11 +91,10 @@ def call(
         telemetry.setup(load_settings(), "cli")
         with telemetry.span("lyceum call", rpc=known.path):
             trace_id = telemetry.carrier().get("traceparent", "--").split("-")[1]
-            try:
-                _call(server, known, request, file, timeout, wait, as_json)
-            finally:
-                if not as_json:
-                    note(f"trace {trace_id}")
+            if not as_json:
+                # After the result, and after the error that the group of commands prints.
+                ctx.find_root().call_on_close(lambda: note(f"trace {trace_id}"))
+            _call(server, known, request, file, timeout, wait, as_json)
 
 
 def _full_name(service: str, target: str | None) -> str:

@@ -73,9 +73,12 @@ class CallFailed(CliError):
 
 def of_rpc_error(error: "grpc.RpcError", target: str, service: str) -> CliError:
     """The error of a call to `service` (its short name, or empty) at `target`, for the user."""
+    from lyceum_runtime.services import load_services
+
     status = _status_of(error)
     if status.code == code_pb2.UNAVAILABLE and not status.details and _not_connected(status.message):
-        start = f"start it with `lyceum up {service}`" if service else "start it, or give another --target"
+        known = service in load_services()
+        start = f"start it with `lyceum up {service}`" if known else "start it, or give another --target"
         unreachable = status_pb2.Status(code=status.code, message=f"no server answers at {target}")
         return CallFailed(unreachable, start)
     return CallFailed(status)

@@ -26,7 +26,8 @@ class Row:
     service: str
     address: str
     health: str
-    version: str
+    version: str | None
+    """The installed package's; None where it runs from its source."""
 
 
 def ls(as_json: Json = False) -> None:
@@ -85,23 +86,26 @@ def check(places: "Iterable[tuple[ServiceEntry, str]]", *, timeout: float = CHEC
     return rows
 
 
-def _version(entry: "ServiceEntry") -> str:
+def _version(entry: "ServiceEntry") -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(entry.package.replace("_", "-"))
     except PackageNotFoundError:
-        return "-"
+        return None
 
 
 def _print(rows: list[Row], as_json: bool) -> None:
     if as_json:
         emit({"services": [asdict(row) for row in rows]})
         return
-    table(
-        ("service", "address", "health", "version"),
-        [(row.service, row.address, _coloured(row.health), row.version) for row in rows],
-    )
+    columns = ["service", "address", "health"]
+    cells: list[list[str | Text]] = [[row.service, row.address, _coloured(row.health)] for row in rows]
+    if any(row.version for row in rows):
+        columns.append("version")
+        for line, row in zip(cells, rows):
+            line.append(row.version or "-")
+    table(columns, cells)
 
 
 def _coloured(state: str) -> "Text":

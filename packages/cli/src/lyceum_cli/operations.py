@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lyceum_cli.connection import Target, complete_service, connect
-from lyceum_cli.output import CliError, Json, emit, note, stderr, table
+from lyceum_cli.output import CliError, Json, emit, note, printable, stderr, table
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -211,11 +211,11 @@ def _progress(quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     from rich import progress
 
     columns = (
-        progress.TextColumn("[cyan]{task.description}"),
+        progress.TextColumn("{task.description}", style="cyan", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
-        progress.TextColumn("[dim]{task.fields[metrics]}"),
+        progress.TextColumn("{task.fields[metrics]}", style="dim", markup=False),
     )
     with progress.Progress(*columns, console=stderr(), transient=True) as bar:
         task = bar.add_task("queued", total=None, metrics="")
@@ -245,7 +245,8 @@ def _progress_of(operation: dict[str, Any]) -> tuple[str, int, int, str]:
     text = " ".join(
         f"{name}={value:.4g}" for name, value in list(metrics.items())[:3] if isinstance(value, int | float)
     )
-    return metadata.get("stage", ""), int(metadata.get("completed", 0)), int(metadata.get("total", 0)), text
+    stage = printable(metadata.get("stage", ""))
+    return stage, int(metadata.get("completed", 0)), int(metadata.get("total", 0)), printable(text)
 
 
 def _row(service: str, operation: dict[str, Any]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ error. Exit status 1 means that a call or a check failed, 2 that the command lin
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -19,6 +20,7 @@ FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
 _PIPE_WIDTH = 10_000
+_RAW_IN_JSON = re.compile("[\x7f-\x9f]")  # controls that JSON, unlike those below a blank, may hold as they are
 
 
 class CliError(Exception):
@@ -84,24 +86,40 @@ def one_line(message: str, hint: str = "") -> str:
     return f"{text.rstrip('.')}; {hint}" if hint else text
 
 
+def printable(text: str) -> str:
+    """`text` with everything that could steer a terminal written out, an escape as `\\x1b`: names may be another's."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def note(text: str, *, style: str = "dim") -> None:
     """One line for the reader, on standard error; never wrapped, so that it can be searched for."""
-    stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    stderr().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def emit(value: Any, *, pretty: bool = False) -> None:
     """A JSON value on standard output: one line, or indented (and coloured on a terminal) if `pretty`."""
+    text = _json(value, indent=2 if pretty else None)
     if pretty and stdout().is_terminal:
-        stdout().print_json(data=value, indent=2)
+        from rich.highlighter import JSONHighlighter
+        from rich.text import Text
+
+        stdout().print(JSONHighlighter()(Text(text)), soft_wrap=True)
         return
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2 if pretty else None) + "\n")
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return _RAW_IN_JSON.sub(lambda control: f"\\u{ord(control[0]):04x}", text)
 
 
 def emit_error(error: CliError, *, as_json: bool) -> None:
     """Reports an error on standard error."""
     if as_json:
-        sys.stderr.write(json.dumps({"error": error.as_json()}, ensure_ascii=False) + "\n")
+        sys.stderr.write(_json({"error": error.as_json()}) + "\n")
     else:
         error.show()
 
@@ -120,7 +138,7 @@ def table(
     for column in columns:
         grid.add_column(column, overflow="fold")
     for row in rows:
-        grid.add_row(*[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row])
+        grid.add_row(*[cell if isinstance(cell, Text) else Text(printable(str(cell))) for cell in row])
     render(grid, console)
 
 

@@ -155,9 +155,12 @@ def _started(entries: "list[ServiceEntry]") -> Iterator[Mapping[str, str]]:
     Raises:
         CliError: they did not start.
     """
+    from lyceum_runtime.parent import named_parent
+
     with tempfile.TemporaryDirectory(prefix="lyceum-tour-", ignore_cleanup_errors=True) as folder:
         environment = {
             **os.environ,
+            **named_parent(),
             "LYCEUM_DATABASE_URL": f"sqlite:///{folder}/lyceum.db",
             "LYCEUM_ARTIFACTS_URL": f"{folder}/artifacts",
             "LYCEUM_LOG_LEVEL": os.environ.get("LYCEUM_LOG_LEVEL", "WARNING"),

@@ -1,15 +1,18 @@
 """`lyceum trace`: recent traces, and one trace as a waterfall in the terminal."""
 
+import os
 import sqlite3
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyceum_cli.output import CliError, Json, emit, note, render, stdout, table
+from lyceum_cli.output import CliError, Json, emit, note, printable, render, stdout, table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -39,6 +42,8 @@ def list_traces(
     """List the newest traces."""
     store = span_store()
     spans = read(store, lambda: store.recent(limit))
+    if not spans:
+        require_possible(store.path.parent)
     if as_json:
         emit({"traces": [span_json(span) for span in spans]})
         return
@@ -65,6 +70,7 @@ def show(
     except ValueError as error:
         raise CliError(str(error), "`lyceum trace list` shows them") from None
     if not spans:
+        require_possible(store.path.parent)
         raise CliError(f"there is no trace {trace} in {store.path}", "`lyceum trace list` shows what there is")
     missing = missing_parents(spans)
     if as_json:
@@ -81,6 +87,24 @@ def span_store() -> "SpanStore":
     from lyceum_runtime.spans import SpanStore
 
     return SpanStore(load_settings().state_dir / "spans.db")
+
+
+def require_possible(folder: Path) -> None:
+    """Refuses a state directory in which no process can ever have written a trace. One that is yet to be made is none.
+
+    Raises:
+        CliError: it is no directory, or it is not there and cannot be made.
+    """
+    try:
+        if os.path.lexists(folder):
+            os.listdir(folder)
+            return
+        there = next(parent for parent in folder.parents if os.path.lexists(parent))
+        with tempfile.TemporaryDirectory(dir=there):  # asking for the permission is not enough, as in /proc
+            pass
+    except OSError as error:
+        problem = f"the state directory {folder} cannot be used: {error.strerror}"
+        raise CliError(problem, "set LYCEUM_STATE_DIR to one that can") from None
 
 
 def read(store: "SpanStore", query: Callable[[], "list[Span]"]) -> "list[Span]":
@@ -117,7 +141,7 @@ def _draw(spans: "Sequence[Span]") -> None:
     services = list(dict.fromkeys(span.service for span in spans))
     colours = {service: _COLOURS[index % len(_COLOURS)] for index, service in enumerate(services)}
     tree = _tree(spans)
-    labels = [f"{guide}{span.name}" for guide, span in tree]
+    labels = [f"{guide}{printable(span.name)}" for guide, span in tree]
     console = stdout()
     width = console.width if console.is_terminal else _PIPE_WIDTH
     taken = max(map(len, labels)) + max(map(len, services)) + 10 + 8
@@ -133,10 +157,10 @@ def _draw(spans: "Sequence[Span]") -> None:
         name = Text(label, style="bold red" if failed else "")
         name.stylize("dim", 0, len(guide))
         if failed:
-            name.append(f"  {_reason(span)}", style="red")
+            name.append(f"  {printable(_reason(span))}", style="red")
         grid.add_row(
             name,
-            Text(span.service, style=colours[span.service]),
+            Text(printable(span.service), style=colours[span.service]),
             _took(span),
             _bar(span, begin, end, bar_width, "red" if failed else colours[span.service]),
         )

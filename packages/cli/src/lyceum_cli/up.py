@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -53,25 +53,27 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start services and print where they are; Ctrl-C or SIGTERM lets running requests finish and stops them."""
+    from lyceum_runtime.parent import end_with_parent
     from lyceum_runtime.services import load_services, require_installed
     from lyceum_runtime.settings import load_settings
 
+    end_with_parent(signal.SIGTERM)
     entries = [entry_of(name) for name in dict.fromkeys(services)] if services else list(load_services().values())
     for entry in entries:
         require_installed(entry)
     if isolated:
         first = load_settings().port if port is None else port
         code = asyncio.run(_Supervisor(_ports(entries, first), as_json).run())
+        if code:
+            raise typer.Exit(code)
     else:
-        code = _serve(entries, port, as_json)
-    if code:
-        raise typer.Exit(code)
+        _serve(entries, port, as_json)
 
 
-def _serve(entries: "list[ServiceEntry]", port: int | None, as_json: bool) -> int:
-    """All services in this process."""
+def _serve(entries: "list[ServiceEntry]", port: int | None, as_json: bool) -> NoReturn:
+    """All services in this process, which then ends."""
     from lyceum_runtime import logs
-    from lyceum_runtime.server import Server
+    from lyceum_runtime.server import Server, end_process, new_event_loop
     from lyceum_runtime.settings import load_settings
 
     settings = load_settings() if port is None else load_settings(port=port)
@@ -88,13 +90,10 @@ def _serve(entries: "list[ServiceEntry]", port: int | None, as_json: bool) -> in
         note("stopping; running requests may finish")
         await server.stop()
 
-    asyncio.run(run())
-    if server.abandoned:
-        # A computation that does not stop would keep the interpreter waiting for its thread.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    return 0
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(run())
+    sys.stderr.flush()
+    end_process(0)
 
 
 def _announce(places: "Mapping[str, str]", as_json: bool) -> None:
@@ -164,7 +163,9 @@ class _Supervisor:
 
     async def _keep(self, entry: "ServiceEntry", port: int, stopping: asyncio.Event) -> bool:
         """Keeps one child running; False if it was given up."""
-        environment = {**os.environ, "LYCEUM_PORT": str(port)}
+        from lyceum_runtime.parent import named_parent
+
+        environment = {**os.environ, **named_parent(), "LYCEUM_PORT": str(port)}
         quick_deaths = 0
         while not stopping.is_set():
             began = time.monotonic()

@@ -1,10 +1,11 @@
 """`lyceum bench runtime`: what the chassis costs beside a bare grpc.aio server, and whether it stays small and quick.
 
 Both servers run the same function behind the same RPC, `lyceum.testing.v1.EchoService/Echo`, and take turns within each
-round, so that other work on the machine falls on both. Each server has a process of its own, and the clients too. What
-the chassis adds is admission, tracing, validation, and for a synchronous function a worker thread. 1,000 numbers travel
-each way: as a Tensor, which is how methods carry them and whose bytes are not looked at, and as a repeated field with a
-rule for each number, the most that validation can cost.
+round, so that other work on the machine falls on both. Each server has a process of its own, and the clients too. The
+bare server is what `asyncio.run` and `grpc.aio.server` give; a second one has the chassis's event loop, to show what of
+the difference that loop makes. What the chassis adds is admission, tracing, validation, and for a synchronous function
+a worker thread. 1,000 numbers travel each way: as a Tensor, which is how methods carry them and whose bytes are not
+looked at, and as a repeated field with a rule for each number, the most that validation can cost.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lyceum.common.v1 import common_pb2
 from lyceum.testing.v1 import testing_pb2, testing_pb2_grpc
 from lyceum_runtime.bench_report import Row, report, save, show
+from lyceum_runtime.server import Server, new_event_loop
 from lyceum_runtime.services import load_services
+from lyceum_runtime.settings import load_settings
 from lyceum_runtime.testing_service import ENTRY, service
 
 SEED = 0
@@ -74,8 +77,8 @@ def run(case: str | None, quick: bool, out_dir: Path) -> dict[str, Any]:
 
 def echo(sizes: Sizes) -> list[Row]:
     """Latency and throughput of the chassis over a bare server's, for a synchronous and an asynchronous function."""
-    with _echo_server("bare") as bare, _echo_server("sync") as sync, _echo_server("async") as concurrent:
-        targets = {"bare": bare, "sync": sync, "async": concurrent}
+    with contextlib.ExitStack() as stack:
+        targets = {kind: stack.enter_context(_echo_server(kind)) for kind in (*_BARE, "sync", "async")}
         rounds = {name: asyncio.run(_rounds(targets, data, sizes)) for name, data in _requests().items()}
     return [
         row
@@ -83,6 +86,12 @@ def echo(sizes: Sizes) -> list[Row]:
         for kind in ("sync", "async")
         for row in _ratios(f"echo {name}, {kind}", kind, rounds[name])
     ]
+
+
+_BARE: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "bare": asyncio.new_event_loop,
+    "bare uvloop": new_event_loop,
+}
 
 
 def _requests() -> dict[str, bytes]:
@@ -94,10 +103,14 @@ def _requests() -> dict[str, bytes]:
 
 def _ratios(case: str, kind: str, rounds: "list[Measured]") -> list[Row]:
     def row(clients: int, index: int, measured: str, target: str, show: Callable[[float], str]) -> Row:
-        pairs = [(r[kind, clients][index], r["bare", clients][index]) for r in rounds]
-        ours, bare = (statistics.median(side) for side in zip(*pairs))
-        ratio = statistics.median(mine / other for mine, other in pairs)
-        return Row(case, measured, ratio, target=target, context=f"{show(ours)}, bare {show(bare)}")
+        def median(of: str) -> float:
+            return statistics.median(r[of, clients][index] for r in rounds)
+
+        def ratio(of: str) -> float:
+            return statistics.median(r[kind, clients][index] / r[of, clients][index] for r in rounds)
+
+        context = f"{show(median(kind))}, bare {show(median('bare'))}; {ratio('bare uvloop'):.2f}x of bare with uvloop"
+        return Row(case, measured, ratio("bare"), target=target, context=context)
 
     def milliseconds(seconds: float) -> str:
         return f"{1000 * seconds:.2f} ms"
@@ -259,11 +272,8 @@ async def _echo_on_loop(request: testing_pb2.EchoRequest, _: Any) -> testing_pb2
 
 
 async def _serve(kind: str) -> None:
-    from lyceum_runtime.server import Server
-    from lyceum_runtime.settings import load_settings
-
     settings = load_settings()
-    if kind == "bare":
+    if kind in _BARE:
         behaviour: Any = _echo_on_loop
         handler = grpc.unary_unary_rpc_method_handler(
             behaviour, testing_pb2.EchoRequest.FromString, testing_pb2.EchoResponse.SerializeToString
@@ -280,4 +290,5 @@ async def _serve(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1]))
+    with asyncio.Runner(loop_factory=_BARE.get(sys.argv[1], new_event_loop)) as runner:
+        runner.run(_serve(sys.argv[1]))

@@ -33,6 +33,7 @@ from lyceum.operations.v1 import operations_pb2 as watching_pb2
 from lyceum.operations.v1 import operations_pb2_grpc as watching_pb2_grpc
 from lyceum_runtime import telemetry
 from lyceum_runtime.errors import (
+    Cancelled,
     DeadlineExceeded,
     FailedPrecondition,
     ResourceExhausted,
@@ -55,6 +56,7 @@ _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.2, 2.0  # before a lost connection is tri
 _MESSAGE_BYTES = 128 * 1024 * 1024 + 128 * 1024  # the server's own limit is lower and its error clearer
 _METADATA_BYTES = 64 * 1024
 _STATUS_KEY = "grpc-status-details-bin"
+_PASSING = (Cancelled, DeadlineExceeded, ResourceExhausted, Unavailable)  # a download goes on after these
 
 
 def connect(name: str, *, target: str | None = None, timeout: float | None = None) -> "Client":
@@ -235,14 +237,19 @@ class Client:
         sha256 = ref if isinstance(ref, str) else ref.sha256
         path = Path(path)
         part = path.with_name(f"{path.name}.{sha256[:8]}.part")
-        with open(part, "a+b") as file:
-            digest = hashlib.sha256()
-            file.seek(0)
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
-            for chunk in self._download(sha256, file.tell()):
-                file.write(chunk)
-                digest.update(chunk)
+        try:
+            with open(part, "a+b") as file:
+                digest = hashlib.sha256()
+                file.seek(0)
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                for chunk in self._download(sha256, file.tell()):
+                    file.write(chunk)
+                    digest.update(chunk)
+        except ServiceError as error:
+            if not isinstance(error, _PASSING) or not part.stat().st_size:
+                part.unlink()  # no later download could go on from it
+            raise
         if digest.hexdigest() != sha256:
             part.unlink()
             raise FailedPrecondition(

@@ -14,9 +14,9 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from lyceum_runtime.errors import ResourceExhausted
@@ -28,7 +28,6 @@ QUEUED_MESSAGES = 16
 
 _POLL_SECONDS = 0.1
 _GATHER_SECONDS = 0.002  # for which a busy server gathers work before it wakes a thread
-_END_SECONDS = 0.01
 _BUSY = 8  # requests inside
 
 
@@ -75,7 +74,7 @@ class Stop:
 class Slot:
     """One request's right to compute. Used by its thread only."""
 
-    def __init__(self, free: threading.Semaphore | None, stop: Stop) -> None:
+    def __init__(self, free: "SimpleQueue[None] | None", stop: Stop) -> None:
         self._free = free
         self._stop = stop
         self._held = False
@@ -87,16 +86,20 @@ class Slot:
             Stopped: the request ended while it waited.
         """
         if self._free is not None and not self._held:
-            while not self._free.acquire(timeout=_POLL_SECONDS):
-                if self._stop():
-                    raise stopped()
+            while True:
+                try:
+                    self._free.get(timeout=_POLL_SECONDS)
+                    break
+                except Empty:
+                    if self._stop():
+                        raise stopped() from None
             self._held = True
 
     def give(self) -> None:
         """Returns the slot if it is held."""
         if self._free is not None and self._held:
             self._held = False
-            self._free.release()
+            self._free.put(None)
 
 
 class _Threads:
@@ -175,14 +178,18 @@ class _Threads:
 class Lane:
     """A bounded number of requests, the threads they run on, and the slots in which they compute.
 
-    With `workers` None waiting is all that the work does: it needs no slot, and a thread of its own.
+    With `workers` None waiting is all that the work does: it needs no slot, and a thread of its own. Used by the event
+    loop only.
     """
 
     def __init__(self, name: str, *, workers: int | None, limit: int) -> None:
         self.limit = limit
         self.pending = 0
-        self._free = None if workers is None else threading.Semaphore(workers)
-        self._lock = threading.Lock()
+        self._free: SimpleQueue[None] | None = None
+        if workers is not None:
+            self._free = SimpleQueue()  # a counting semaphore in C
+            for _ in range(workers):
+                self._free.put(None)
         self._own = ThreadPoolExecutor(limit, thread_name_prefix=f"lyceum-{name}")
         self._shared = None if workers is None else _Threads(f"lyceum-{name}-shared", workers)
         self._ended: deque[tuple[asyncio.Future[Any], Any, Exception | None]] = deque()
@@ -194,7 +201,7 @@ class Lane:
         Raises:
             ResourceExhausted: the lane is full; with RetryInfo.
         """
-        self._enter()
+        self.enter()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         context = contextvars.copy_context()
@@ -205,7 +212,6 @@ class Lane:
                 result = context.run(work)
             except Exception as error:
                 failure = error
-            self._leave()
             self._end(loop, future, result, failure)
 
         cancel: Callable[[], bool]
@@ -217,39 +223,32 @@ class Lane:
 
         def drop() -> None:
             if not future.done() and cancel():
-                self._leave()
+                self.leave()
                 _settle(future, None, stopped())
 
         stop.on_set(drop)
-        # Nobody waits any more once the caller has left; asyncio would then report the error as never retrieved.
-        future.add_done_callback(_retrieve)
+        if not shared:
+            # Nobody waits any more once a stream's caller has left; asyncio would then report its error as never
+            # retrieved.
+            future.add_done_callback(_retrieve)
         return future
 
-    @contextlib.contextmanager
-    def admitted(self) -> Generator[None, None, None]:
-        """Counts work on the event loop as pending.
+    def enter(self) -> None:
+        """Counts one more request as pending, until `leave`.
 
         Raises:
             ResourceExhausted: the lane is full; with RetryInfo.
         """
-        self._enter()
-        try:
-            yield
-        finally:
-            self._leave()
+        if self.pending >= self.limit:
+            raise ResourceExhausted(
+                f"{self.pending} requests are running or waiting, the most this server takes (LYCEUM_MAX_PENDING)",
+                retry_after_seconds=1.0,
+            )
+        self.pending += 1
 
-    def _enter(self) -> None:
-        with self._lock:
-            if self.pending >= self.limit:
-                raise ResourceExhausted(
-                    f"{self.pending} requests are running or waiting, the most this server takes (LYCEUM_MAX_PENDING)",
-                    retry_after_seconds=1.0,
-                )
-            self.pending += 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self.pending -= 1
+    def leave(self) -> None:
+        """The end of what `enter` began."""
+        self.pending -= 1
 
     def _end(
         self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", result: Any, failure: Exception | None
@@ -266,6 +265,7 @@ class Lane:
     def _settle_ended(self) -> None:
         self._told = False  # before the queue is read: what comes later tells again
         while self._ended:
+            self.leave()
             _settle(*self._ended.popleft())
 
     def slot(self, stop: Stop) -> Slot:
@@ -307,13 +307,12 @@ class Inbox(Generic[T]):
     def _end(self) -> None:
         self._queue.put((False, None))
 
-    async def fill(self, messages: AsyncIterator[T]) -> None:
-        """Passes on all messages, then the end. Runs on the loop until the sender half-closes."""
+    async def fill(self, messages: AsyncIterator[T], complete: Callable[[], Awaitable[None]]) -> None:
+        """Passes on all messages, then the end once `complete()` has returned. Runs on the loop."""
         async for message in messages:
             await self._room.acquire()
             self._queue.put((True, message))
-        # gRPC ends a stream that broke off like a complete one, and says a moment later that the call was cancelled.
-        await asyncio.sleep(_END_SECONDS)
+        await complete()
         self._end()
 
     def __iter__(self) -> Iterator[T]:

@@ -179,6 +179,10 @@ class Database:
 def _sqlite_engine(url: sa.URL) -> sa.Engine:
     if not url.database or url.database == ":memory:":
         raise StateError("an SQLite database must be a file, because several threads and processes share it")
+    if url.query:
+        raise StateError(
+            f"an SQLite URL takes no options ({', '.join(url.query)}); set LYCEUM_DATABASE_URL to sqlite:///<path>"
+        )
     path = Path(url.database)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

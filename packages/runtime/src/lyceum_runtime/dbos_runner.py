@@ -71,7 +71,11 @@ class DbosRunner:
             StateError: DBOS cannot use its tables.
         """
         from dbos import DBOS, error
+        from dbos import _dbos as module
 
+        if module._dbos_global_instance is not None:
+            # DBOS(config) would return that one, with its own database and serializer, and say nothing.
+            raise StateError("this process runs DBOS for something else; serve from a process of its own")
         _quieten()
         global _run_task
         _run_task = self._run
@@ -87,22 +91,24 @@ class DbosRunner:
                 "log_level": "WARNING",
             }
         )
-        _register_workflow()
-        DBOS.listen_queues(list(services))
         try:
+            _register_workflow()
+            DBOS.listen_queues(list(services))
             DBOS.launch()
-        except (SQLAlchemyError, error.DBOSException) as failure:
-            DBOS.destroy()
+            poll = min(1.0, POLL_SECONDS * len(services))
+            for service in services:
+                DBOS.register_queue(
+                    service,
+                    worker_concurrency=self._running_at_once,
+                    polling_interval_sec=poll,
+                    on_conflict="always_update",
+                )
+        except BaseException as failure:
+            DBOS.destroy()  # the next server of this process would otherwise get this one
+            if not isinstance(failure, SQLAlchemyError | error.DBOSException):
+                raise
             reason = " ".join(str(getattr(failure, "orig", failure)).split())
             raise StateError(f"the queues of operations cannot be used: {reason}") from None
-        poll = min(1.0, POLL_SECONDS * len(services))
-        for service in services:
-            DBOS.register_queue(
-                service,
-                worker_concurrency=self._running_at_once,
-                polling_interval_sec=poll,
-                on_conflict="always_update",
-            )
         self._launched = True
 
     def enqueue(self, connection: sa.Connection, operation_id: str, service: str, task: Task) -> None:

@@ -4,11 +4,14 @@ A service raises these; the server turns them into the call's status, an operati
 exception of any other type becomes INTERNAL with a reference to the log, and its text never reaches the wire.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+_ELLIPSIS = " ..."
+_LEAST_TEXT_BYTES = 128  # a shorter text tells too little; then rather fewer of them
 
 
 class ServiceError(Exception):
@@ -141,6 +144,54 @@ class ConfigurationError(Exception):
     """A setting or the surroundings stop the start; the message is one line that says what to change. Never on the
     wire.
     """
+
+
+def fitted(status: status_pb2.Status, *, text_bytes: int, status_bytes: int) -> status_pb2.Status:
+    """A copy of `status` for a place with room for `status_bytes` only, such as the headers of a call.
+
+    First the texts in it are shortened, and a shortened one ends in " ..."; if that is not enough, the last violations
+    are left out, and in the end whole details. What is not known of :mod:`google.rpc` is left out first.
+    """
+    message = _shortened(status.message, text_bytes)
+    details = list(from_status(status).details)
+    limit = text_bytes
+    while True:
+        packed = ServiceError(message, details=details).status()
+        packed.code = status.code
+        if not details or packed.ByteSize() <= status_bytes:
+            return packed
+        if limit > _LEAST_TEXT_BYTES:
+            limit //= 2
+            for detail in details:
+                _shorten(detail, limit)
+        elif not _drop_last(details[-1]):
+            details.pop()
+
+
+def _shortened(text: str, limit: int) -> str:
+    """`text` of at most `limit` bytes in UTF-8, and an ellipsis."""
+    data = text.encode()
+    return text if len(data) <= limit else data[:limit].decode(errors="ignore").removesuffix(_ELLIPSIS) + _ELLIPSIS
+
+
+def _shorten(message: Message, limit: int) -> None:
+    """Shortens every text in a message, at any depth."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING and not field.is_repeated:
+            setattr(message, field.name, _shortened(value, limit))
+        elif field.type == field.TYPE_MESSAGE:
+            for part in value if field.is_repeated else (value,):
+                if isinstance(part, Message):
+                    _shorten(part, limit)
+
+
+def _drop_last(message: Message) -> bool:
+    """Takes the last items, about an eighth, off a detail's list; False if that would leave none."""
+    for field, value in message.ListFields():
+        if field.is_repeated and not isinstance(value, Mapping) and len(value) > 1:
+            del value[-max(1, len(value) // 8) :]
+            return True
+    return False
 
 
 def from_code(code: int, message: str, *, details: Iterable[Message] = ()) -> ServiceError:

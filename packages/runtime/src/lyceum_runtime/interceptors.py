@@ -54,26 +54,24 @@ def _end(span: trace.Span, side: str, method: str, code: grpc.StatusCode, starte
     telemetry.record_rpc(side, method.lstrip("/"), code.name, time.perf_counter() - started)
 
 
-class ServerInterceptor(grpc.aio.ServerInterceptor):
-    """Gives each RPC of a `grpc.aio` server a span, child of its caller's."""
+class TracedHandlers(grpc.GenericRpcHandler):
+    """Gives each RPC of `handlers` on a `grpc.aio` server a span, child of its caller's.
 
-    def __init__(self) -> None:
-        self._traced: dict[str, tuple[Any, Any]] = {}  # method -> (handler, traced handler)
+    A handler and no server interceptor: grpc.aio goes through those with a chain of coroutines for each RPC.
+    """
 
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
-        """The RPC's handler inside its span. grpc.aio runs this and the handler in one task of their own for each
-        RPC.
-        """
+    def __init__(self, handlers: grpc.GenericRpcHandler) -> None:
+        self._handlers = handlers
+        self._traced: dict[str, Any] = {}
+
+    def service(self, handler_call_details: Any) -> Any:
+        """The RPC's handler inside its span; None for a method that `handlers` does not have."""
         method: str = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        if handler is None or _untraced(method):
-            return handler
-        known, traced = self._traced.get(method, (None, None))
-        if known is not handler:
-            traced = _traced(method, handler)
-            self._traced[method] = handler, traced
+        traced = self._traced.get(method)
+        if traced is None:
+            handler = self._handlers.service(handler_call_details)
+            if handler is not None:
+                traced = self._traced[method] = _traced(method, handler)
         return traced
 
 

@@ -176,6 +176,8 @@ class OperationRun:
                 self._leave()
             self._fail(error)
         except Exception as error:
+            if self._stopping.is_set() or self._draining():  # such as a worker process that ended before this one
+                self._leave()
             self._fail(self._unexpected(error))
 
     def _leave(self) -> None:

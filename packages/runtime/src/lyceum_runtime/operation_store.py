@@ -17,6 +17,7 @@ from lyceum_runtime.artifacts import release_uses
 from lyceum_runtime.database import Database, metadata, name_type
 from lyceum_runtime.errors import Cancelled, ResourceExhausted, ServiceError
 from lyceum_runtime.filters import Cursor, Kind, page_size, parse_filter
+from lyceum_runtime.resources import release
 
 _REQUEST_ID_MILLISECONDS = 24 * 3600 * 1000
 _SWEEP_BATCH = 500
@@ -253,6 +254,7 @@ class OperationStore:
         self._store_result(connection, row, operations_pb2.Operation(error=error.status()))
 
     def _store_result(self, connection: sa.Connection, row: sa.RowMapping, operation: operations_pb2.Operation) -> None:
+        release(connection, row["service"], row["tenant"], f"operations/{row['id']}")
         finished = _message(row)
         finished.MergeFrom(operation)
         finished.done = True

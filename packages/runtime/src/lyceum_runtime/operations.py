@@ -295,6 +295,7 @@ class OperationsEngine:
                     return self._repeated(new, *first)
             self._store.insert(connection, new)
             record_uses(connection, new.tenant, new.name, referenced(request))
+            self._resources.of(new.service, new.tenant).hold(connection, new.name, request)
             self._runner.enqueue(connection, new.id, new.service, task)
         return self.get(new.name, new.tenant)
 

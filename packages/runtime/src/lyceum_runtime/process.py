@@ -1,8 +1,8 @@
 """One call in a process of its own, which can be killed: for a solver that does not stop, or a parser of files not to
 be trusted.
 
-The child is a fresh interpreter (never a fork), leads its own process group, and belongs to the caller's trace. Its
-argument and result are JSON.
+The child is a fresh interpreter (never a fork), leads its own process group, ends with this process, and belongs to the
+caller's trace. Its argument and result are JSON.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyceum_runtime import telemetry
 from lyceum_runtime.errors import Cancelled, DeadlineExceeded
+from lyceum_runtime.parent import end_with_parent, named_parent
 
 if TYPE_CHECKING:
     from lyceum_runtime.settings import Settings
@@ -63,7 +64,7 @@ def call_in_process(
         }
         stdin.write(json.dumps(task).encode())
         stdin.seek(0)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, **named_parent(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         child = subprocess.Popen(
             [sys.executable, "-m", "lyceum_runtime.process"],
             stdin=stdin,
@@ -95,6 +96,7 @@ def _kill_group(child: "subprocess.Popen[bytes]") -> None:
 
 def main() -> None:
     """The child: a task on standard input, the result on standard output."""
+    end_with_parent(signal.SIGKILL)
     task = json.load(sys.stdin)
     result_file, sys.stdout = sys.stdout, sys.stderr  # a stray print must not end up in the result
     if task["memory_bytes"] is not None:

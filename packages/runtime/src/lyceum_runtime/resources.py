@@ -2,12 +2,13 @@
 
 A resource is any message whose field 1 is its `name`. The store fills the standard fields that the message has: `name`,
 `create_time`, `update_time`, `etag`, `expire_time`. Beside the bytes it keeps which artifacts a resource refers to (so
-that they stay) and which other resources it uses (so that those cannot be deleted under it).
+that they stay), and which other resources a resource or an unfinished operation uses (so that those cannot be deleted
+under it).
 """
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,6 +27,9 @@ from lyceum_runtime.message_fields import kind_of, sort_key, value_of
 M = TypeVar("M", bound=Message)
 
 _ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+_NAME = re.compile(r"[a-z][\w-]*(/[\w-]+)+", re.ASCII)
+_MAX_NAME = 512
+_OPERATION = "operations/"
 _IDEMPOTENCY_MILLISECONDS = 24 * 3600 * 1000
 
 _resources = sa.Table(
@@ -33,10 +37,10 @@ _resources = sa.Table(
     metadata,
     sa.Column("service", sa.String(64), primary_key=True),
     sa.Column("tenant", sa.String(128), primary_key=True),
-    sa.Column("name", name_type(512), primary_key=True),
+    sa.Column("name", name_type(_MAX_NAME), primary_key=True),
     sa.Column(
         "collection",
-        name_type(512),
+        name_type(_MAX_NAME),
         nullable=False,
         doc="the name without its last part: libraries, libraries/x/indexes",
     ),
@@ -56,8 +60,8 @@ _links = sa.Table(
     metadata,
     sa.Column("service", sa.String(64), primary_key=True),
     sa.Column("tenant", sa.String(128), primary_key=True),
-    sa.Column("user", name_type(512), primary_key=True, doc="the resource that needs the other"),
-    sa.Column("used", name_type(512), primary_key=True),
+    sa.Column("user", name_type(_MAX_NAME), primary_key=True, doc="the resource or operation that needs the other"),
+    sa.Column("used", name_type(_MAX_NAME), primary_key=True),
     sa.Index("resource_links_by_used", "service", "tenant", "used"),
 )
 
@@ -260,7 +264,8 @@ class Resources:
         Raises:
             NotFound: there is none of this name and type.
             Aborted: `etag` is not the stored one (empty: no check).
-            FailedPrecondition: it has children (without `force`), or others use it; the message names some of them.
+            FailedPrecondition: it has children (without `force`), or other resources or unfinished operations use it;
+                the message names some of them.
         """
         with self._database.write() as connection:
             self._database.exclusive(connection, f"resources/{self._service}/{self._tenant}")
@@ -275,14 +280,30 @@ class Resources:
             itself = sa.or_(_links.c.used == name, _below(_links.c.used, name))
             inside = sa.or_(_links.c.user == name, _below(_links.c.user, name))
             users = self._names(connection, _links.c.user, _links, sa.and_(itself, ~inside))
+            running = [user for user in users if user.startswith(_OPERATION)]
+            if running:
+                raise FailedPrecondition(
+                    f"{name} is used by {_some(running)}, which must end first; wait for it or cancel it",
+                    reason="IN_USE",
+                    subject=name,
+                )
             if users:
                 raise FailedPrecondition(
                     f"{name} is used by {_some(users)}; delete them first", reason="IN_USE", subject=name
                 )
             self._remove(connection, name)
 
+    def hold(self, connection: sa.Connection, operation: str, request: Message) -> None:
+        """Records, inside the transaction that starts `operation`, that it uses the resources whose names stand in its
+        request. They can be deleted again after `release`.
+        """
+        named = sorted({text for text in _texts(request) if len(text) <= _MAX_NAME and _NAME.fullmatch(text)})
+        if named:
+            self._database.exclusive(connection, f"resources/{self._service}/{self._tenant}")
+            self._link(connection, operation, [name for name in named if self._row(connection, name) is not None])
+
     def used_by(self, name: str) -> Sequence[str]:
-        """Names of the resources that use this one."""
+        """Names of the resources and the unfinished operations that use this one."""
         with self._database.read() as connection:
             return self._names(connection, _links.c.user, _links, _links.c.used == name)
 
@@ -346,6 +367,24 @@ class Resources:
 
     def _owner(self, name: str) -> str:
         return f"{self._service}/{name}"
+
+
+def release(connection: sa.Connection, service: str, tenant: str, operation: str) -> None:
+    """Records, inside the transaction that ends `operation`, that it uses no resource any more."""
+    mine = (_links.c.service == service, _links.c.tenant == tenant, _links.c.user == operation)
+    connection.execute(sa.delete(_links).where(*mine))
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """Every text in a message, at any depth."""
+    for field, value in message.ListFields():
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        items = value.values() if is_map else value if field.is_repeated else (value,)
+        for item in items:
+            if isinstance(item, str):
+                yield item
+            elif isinstance(item, Message):
+                yield from _texts(item)
 
 
 def request_id_reused(request_id: str) -> FailedPrecondition:

@@ -7,6 +7,7 @@ a moment and small while idle.
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -32,6 +33,8 @@ from lyceum_runtime.compute import Lane, Stop
 from lyceum_runtime.definition import Call, ServiceDefinition
 from lyceum_runtime.errors import ConfigurationError
 from lyceum_runtime.handlers import Host, generic_handler
+from lyceum_runtime.parallel import end_workers
+from lyceum_runtime.parent import end_with_parent
 from lyceum_runtime.services import ServiceEntry, find_entry, load_definition, require_installed
 from lyceum_runtime.settings import Settings, load_settings, require_writable
 
@@ -144,7 +147,6 @@ class Server:
     def _new_grpc_server(self) -> grpc.aio.Server:
         hard_limit = _DECODED * self.settings.max_message_bytes
         return grpc.aio.server(
-            interceptors=[telemetry.aio_server_interceptor()],
             options=[
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of its requests
                 ("grpc.max_receive_message_length", hard_limit),
@@ -211,18 +213,21 @@ class Server:
             self._definitions[definition.name] = definition
             hosts.append(self._host(definition.name, self._transfers))
             services.append(descriptor_pool.Default().FindServiceByName(definition.service))
-        self._grpc.add_generic_rpc_handlers([generic_handler(*pair) for pair in zip(services, hosts)])
+        self._grpc.add_generic_rpc_handlers([telemetry.traced(generic_handler(*pair)) for pair in zip(services, hosts)])
         requests = [method.input_type for service in services for method in service.methods]
         threading.Thread(target=validation.compile_rules, args=(requests,), name="lyceum-rules", daemon=True).start()
         return [service.full_name for service in services]
 
     def _host(self, name: str, lane: Lane) -> Host:
+        resources = functools.cache(functools.partial(self._resources.of, name))
+        artifacts = functools.cache(self._artifacts.of)
+
         def call(tenant: str, should_stop: Callable[[], bool]) -> Call:
             return Call(
                 service=name,
                 tenant=tenant,
-                resources=self._resources.of(name, tenant),
-                artifacts=self._artifacts.of(tenant),
+                resources=resources(tenant),
+                artifacts=artifacts(tenant),
                 should_stop=should_stop,
                 on_progress=_annotate,
             )
@@ -309,17 +314,26 @@ def _check_definition(definition: ServiceDefinition, service: ServiceDescriptor)
         raise ValueError(f"{service.full_name} has no RPC {', '.join(sorted(unknown))}")
 
 
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop for a server: libuv's, on which a busy server answers a quarter more requests than on asyncio's."""
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
 def main(services: Iterable[str | ServiceEntry]) -> NoReturn:
     """Serves `services` until SIGTERM: what a method's `__main__.py` calls. Exits 0 after a drain, 2 with one line if
     it cannot start.
     """
+    end_with_parent(signal.SIGTERM)
     try:
         settings = load_settings()
         logs.setup_logging(settings)
         # Read when torch or a BLAS is first imported, which is later.
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.torch_threads))
         entries = [find_entry(service) if isinstance(service, str) else service for service in services]
-        asyncio.run(Server(settings, entries).serve_forever())
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(Server(settings, entries).serve_forever())
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -327,10 +341,12 @@ def main(services: Iterable[str | ServiceEntry]) -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exits with `code`, also if a request or an operation left a thread behind that computes without polling.
+    """Exits with `code` and ends worker processes, also if a request or an operation left a thread behind that computes
+    without polling.
 
     The interpreter would wait for such a thread.
     """
+    end_workers()
     end = time.monotonic() + 0.5
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     for thread in others:

@@ -1,22 +1,76 @@
-"""The writing end of the local trace store (:mod:`lyceum_runtime.spans`), as an OpenTelemetry exporter."""
+"""The writing end of the local trace store (:mod:`lyceum_runtime.spans`), as OpenTelemetry's processor and exporter."""
 
 import json
 import logging
 import sqlite3
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.trace import format_span_id, format_trace_id
 
 from lyceum_runtime.spans import BUSY_SECONDS, MAX_BYTES, MAX_DAYS, SCHEMA, sweep
 
 logger = logging.getLogger(__name__)
 
+_FIELDS = 10
+_TOGETHER = 64
+"""Rows of one statement. SQLite lets go of the interpreter for each, and a server's loop has to fight for it again."""
+
+_EXPORT_SECONDS = 0.5  # `lyceum trace` should see a call soon after it ended
+_BATCH = 512
 _SWEEP_SECONDS = 60.0
 _COMPLAIN_SECONDS = 60.0
+
+
+class SpanBuffer(SpanProcessor):
+    """Hands ended spans to `exporter` twice a second, on a thread of its own.
+
+    `BatchSpanProcessor` asks the kernel for the process id and takes several calls for every span, which a small
+    request notices. The oldest spans are lost if more than `WAITING` come together.
+    """
+
+    WAITING = 32768
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._ended: deque[ReadableSpan] = deque(maxlen=self.WAITING)
+        self._exporting = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lyceum-spans", daemon=True)
+        self._thread.start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Keeps a recorded span for the next export."""
+        if span.context.trace_flags.sampled:
+            self._ended.append(span)
+
+    def _run(self) -> None:
+        while not self._over.wait(_EXPORT_SECONDS):
+            self._export()
+
+    def _export(self) -> None:
+        with self._exporting:
+            for _ in range(-(-len(self._ended) // _BATCH)):
+                batch = [self._ended.popleft() for _ in range(min(_BATCH, len(self._ended)))]
+                try:
+                    self._exporter.export(batch)
+                except Exception:
+                    logger.exception("%d spans are lost", len(batch))
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Exports what has ended."""
+        self._export()
+        return True
+
+    def shutdown(self) -> None:
+        """Exports what has ended, and nothing more."""
+        self._over.set()
+        self._export()
+        self._exporter.shutdown()
 
 
 class SQLiteSpanExporter(SpanExporter):
@@ -35,7 +89,9 @@ class SQLiteSpanExporter(SpanExporter):
         try:
             connection = self._connection or self._open()
             with connection:
-                connection.executemany("INSERT INTO spans VALUES (?,?,?,?,?,?,?,?,?,?)", map(_row, spans))
+                for first in range(0, len(spans), _TOGETHER):
+                    values = [value for span in spans[first : first + _TOGETHER] for value in _row(span)]
+                    connection.execute(_insert(len(values) // _FIELDS), values)
             if time.monotonic() >= self._next_sweep:
                 self._next_sweep = time.monotonic() + _SWEEP_SECONDS
                 sweep(connection, self._max_bytes, self._max_days)
@@ -69,15 +125,20 @@ class SQLiteSpanExporter(SpanExporter):
         return True
 
 
+def _insert(rows: int) -> str:
+    row = f"({','.join('?' * _FIELDS)})"
+    return f"INSERT INTO spans VALUES {','.join([row] * rows)}"
+
+
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _row(span: ReadableSpan) -> tuple[object, ...]:
-    context = span.context
+    context, parent = span.context, span.parent
     return (
-        format_trace_id(context.trace_id),
-        format_span_id(context.span_id),
-        format_span_id(span.parent.span_id) if span.parent else None,
+        f"{context.trace_id:032x}",
+        f"{context.span_id:016x}",
+        f"{parent.span_id:016x}" if parent else None,
         span.name,
         span.resource.attributes.get("service.name", ""),
         span.start_time,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import grpc
     import grpc.aio
     from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
     from lyceum_runtime.settings import Settings
@@ -93,25 +93,25 @@ def setup_process(state_dir: Path, service_name: str) -> None:
 
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     from lyceum_runtime.request_span import RequestSpan, records_all
 
     resource = Resource.create({"service.name": service_name})
     exporter: SpanExporter
+    processor: SpanProcessor
     if endpoint:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         exporter = OTLPSpanExporter()
-        delay_millis = None
+        processor = BatchSpanProcessor(exporter)
     else:
-        from lyceum_runtime.span_exporter import SQLiteSpanExporter
+        from lyceum_runtime.span_exporter import SpanBuffer, SQLiteSpanExporter
 
         exporter = SQLiteSpanExporter(state_dir / "spans.db")
-        delay_millis = 500  # `lyceum trace` should see a call soon after it ended
+        processor = SpanBuffer(exporter)
     # Not the global provider: another library's instrumentation must not write request text into our spans.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    processor = BatchSpanProcessor(exporter, schedule_delay_millis=delay_millis)
     provider.add_span_processor(processor)
     with _lock:
         _state.start_request = partial(RequestSpan, provider, processor) if records_all(provider) else None
@@ -306,11 +306,11 @@ def record_rpc(side: str, method: str, code: str, seconds: float) -> None:
     histogram.record(seconds, {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code})
 
 
-def aio_server_interceptor() -> "grpc.aio.ServerInterceptor":
-    """The interceptor that gives each RPC of a `grpc.aio` server its span; it goes first."""
-    from lyceum_runtime.interceptors import ServerInterceptor
+def traced(handlers: "grpc.GenericRpcHandler") -> "grpc.GenericRpcHandler":
+    """`handlers` for a `grpc.aio` server, with a span for each RPC."""
+    from lyceum_runtime.interceptors import TracedHandlers
 
-    return ServerInterceptor()
+    return TracedHandlers(handlers)
 
 
 def client_interceptors() -> "list[Any]":

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from lyceum_runtime.client import Client
 from lyceum_runtime.definition import ServiceDefinition
-from lyceum_runtime.server import Server
+from lyceum_runtime.server import Server, new_event_loop
 from lyceum_runtime.services import ServiceEntry, find_entry
 from lyceum_runtime.settings import Settings, load_settings
 
@@ -92,6 +92,6 @@ def on_loop(work: Coroutine[Any, Any, T]) -> T:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     # One for all servers: grpc.aio does not bear event loops on several threads well.
-    loop = asyncio.new_event_loop()
+    loop = new_event_loop()
     threading.Thread(target=loop.run_forever, name="lyceum-servers", daemon=True).start()
     return loop
