@@ -120,30 +120,6 @@ def test_embeddings_in_training_get_gaussian_noise_of_scale_1(
     assert abs(noise.std() - 1) < 4 / np.sqrt(2 * noise.size)
 
 
-def test_the_running_probe_averages_batches_with_weight_0_9_on_the_newest(
-    training: tuple[list[str], np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    from lyceum_apex import ridge
-
-    batches: list[torch.Tensor] = []
-    real = ridge.leave_one_out
-
-    def watched(x: torch.Tensor, y: torch.Tensor, eps: float) -> ridge.LeaveOneOut:
-        result = real(x, y, eps)
-        batches.append(result.beta)
-        return result
-
-    monkeypatch.setattr(ridge, "leave_one_out", watched)
-    monkeypatch.setattr("lyceum_apex.surrogate._STATE_EVERY", {"ecfp": 3})
-    smiles, y = training[0][:80], training[1][:80]
-    run = Surrogate.iter_fit(smiles, y, NAMES, steps=4)
-    state = next(checkpoint.state for checkpoint in run if checkpoint.state is not None)
-    first, second, third = batches
-    np.testing.assert_allclose(state["running.beta"], 0.09 * second + 0.01 * first + 0.9 * third, rtol=1e-5)
-
-
 def test_a_resumed_factoriser_equals_an_uninterrupted_one_byte_for_byte(
     library: SynthonLibrary, surrogate: Surrogate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +271,6 @@ def test_the_descent_is_adam_with_clipped_gradients_and_cosine_steps() -> None:
         steps=20,
         learning_rate=0.05,
         state_every=100,
-        extra=dict,
         resume=None,
         should_stop=None,
     )
@@ -358,7 +333,21 @@ def test_scores_are_additive_within_a_reaction_and_exact_columns_are_exact(
     assert np.abs(a + b - c - d).max() < 1e-6 * np.abs(index.table.values).max()
     weight = index.score([0], s[1:2])[0, index.table.names.index("weight")]
     assert abs(weight - properties([library.product_smiles(0, [5, 7])], ["mw"])[0, 0]) < 1e-9
-    np.testing.assert_allclose(index.explain(0, [5, 7]).sum(0) + index.table.bias, b, rtol=1e-12)
+    np.testing.assert_allclose(index.explain(0, [5, 7]).legs.sum(0) + index.table.bias, b, rtol=1e-12)
+
+
+def test_interactions_bring_an_index_nearer_to_its_surrogate_and_are_the_same_each_time(
+    library: SynthonLibrary, surrogate: Surrogate, factorizer: Factorizer, index: ApexIndex
+) -> None:
+    nearer = ApexIndex.build(library, surrogate, factorizer, interactions_rank=2, seed=5)
+    assert nearer.table.interactions is not None
+    gains = [nearer.reconstruction[name] - index.reconstruction[name] for name in nearer.table.interactions.names]
+    assert min(gains) > 0
+    assert ApexIndex.from_bytes(nearer.to_bytes()).to_bytes() == nearer.to_bytes()
+    again = ApexIndex.build(library, surrogate, factorizer, interactions_rank=2, seed=5)
+    assert again.to_bytes() == nearer.to_bytes()
+    with pytest.raises(FieldError, match="interactions_rank: 9 given; 1 to 8"):
+        ApexIndex.build(library, surrogate, factorizer, interactions_rank=9)
 
 
 def test_search_returns_what_sorting_all_scores_does(index: ApexIndex, library: SynthonLibrary) -> None:

@@ -155,6 +155,25 @@ def test_parquet_and_text_give_the_same_library(tmp_path: Path) -> None:
         SynthonLibrary.from_parquet(tmp_path / "synthons.tsv", tmp_path / "s.parquet")
 
 
+def test_a_reaction_that_its_table_lists_twice_is_refused_by_its_row(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    groups = {"reaction_id": ["amide"] * 5, "rgroup": [int(row[1]) for row in AMIDES]}
+    synthons = {**groups, "synthon_id": [row[2] for row in AMIDES], "smiles": [row[3] for row in AMIDES]}
+    pq.write_table(pa.table(synthons), tmp_path / "s.parquet")
+    ids, smarts = ["amide", "ester", "amide"], ["[C:1]>>[C:1]", "", "[N:1]>>[N:1]"]
+    pq.write_table(pa.table({"reaction_id": ids, "smarts": smarts}), tmp_path / "r.parquet")
+    (tmp_path / "r.tsv").write_text("\n".join(["reaction_id\tReaction", *map("\t".join, zip(ids, smarts))]) + "\n")
+    for read in (
+        lambda: SynthonLibrary.from_parquet(tmp_path / "r.parquet", tmp_path / "s.parquet"),
+        lambda: SynthonLibrary.from_tsv(write_tsv(tmp_path, AMIDES), tmp_path / "r.tsv"),
+    ):
+        with pytest.raises(FieldError, match="'amide' is repeated") as caught:
+            read()
+        assert caught.value.field == "reactions[2].reaction_id"
+
+
 def test_a_smiles_of_two_lines_is_refused() -> None:
     with pytest.raises(FieldError, match=r"synthons\[0\].smiles"):
         SynthonLibrary.from_rows([("r", 1, "a", "C[U]\nCC"), ("r", 2, "b", "C[U]")], None)

@@ -38,7 +38,11 @@ def _free_port() -> int:
 
 def _building(seed: int) -> apex_pb2.BuildIndexRequest:
     return apex_pb2.BuildIndexRequest(
-        parent="libraries/tiny", surrogate="surrogates/tiny", steps=STEPS, seed=common_pb2.Seed(value=seed)
+        parent="libraries/tiny",
+        surrogate="surrogates/tiny",
+        steps=STEPS,
+        seed=common_pb2.Seed(value=seed),
+        interactions_rank=1,
     )
 
 

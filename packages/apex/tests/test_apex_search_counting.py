@@ -61,8 +61,10 @@ def test_acceptance_03_interaction_contrast_of_scores_vanishes() -> None:
 
 def test_explained_contributions_and_bias_sum_to_the_score() -> None:
     table = make_table(0)
-    parts = explain(table, 1, [3, 4, 5])
+    explained = explain(table, 1, [3, 4, 5])
+    parts = explained.legs
     assert parts.shape == (3, 3)
+    assert not explained.pairs.any()
     total = ((table.bias + parts[0]) + parts[1]) + parts[2]
     np.testing.assert_array_equal(total, score(table, [1], [[3, 4, 5, -1]])[0])
 

@@ -3,11 +3,12 @@
 import io
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from google.longrunning import operations_pb2
 from google.rpc import code_pb2
 
 from lyceum.apex.v1 import apex_pb2
@@ -15,7 +16,7 @@ from lyceum.common.v1 import common_pb2
 from lyceum_apex import SynthonLibrary
 from lyceum_runtime.client import Client
 from lyceum_runtime.codec import from_arrow_batch, from_tensor
-from lyceum_runtime.errors import InvalidArgument, ServiceError
+from lyceum_runtime.errors import Cancelled, FailedPrecondition, InvalidArgument, ServiceError
 from lyceum_runtime.testing import serve
 
 ACIDS = ["CC(=O)[U]", "CCC(=O)[U]", "O=C([U])C1CC1", "O=C([U])c1ccccc1", "O=C([U])c1ccncc1", "COCC(=O)[U]"]
@@ -172,6 +173,32 @@ def test_an_explanation_adds_up_to_the_prediction(apex: Apex) -> None:
         assert total == pytest.approx(prediction, abs=1e-12)
 
 
+def test_an_index_with_interactions_is_nearer_to_its_surrogate_and_explains_them(apex: Apex) -> None:
+    stub = apex.client.stub
+    request = apex_pb2.BuildIndexRequest(
+        parent=apex.library.name, surrogate=apex.surrogate.name, steps=30, seed=apex.index.seed, interactions_rank=2
+    )
+    index = apex.client.wait(stub.BuildIndex(request), apex_pb2.Index)
+    assert index.interacting_properties
+    assert not apex.index.interacting_properties
+    before = {item.property: item.r2 for item in apex.index.reconstruction}
+    after = {item.property: item.r2 for item in index.reconstruction}
+    assert all(after[name] > before[name] for name in index.interacting_properties)
+    assert index.contribution_bytes > apex.index.contribution_bytes
+    explained = stub.ExplainProduct(apex_pb2.ExplainProductRequest(index=index.name, product="amide~a3~b4"))
+    (pair,) = explained.pairs
+    assert (pair.first_rgroup, pair.second_rgroup) == (1, 2)
+    assert set(pair.contributions) == set(index.interacting_properties)
+    for name, prediction in explained.predictions.items():
+        total = explained.intercepts[name] + sum(leg.contributions[name] for leg in explained.legs)
+        assert total + pair.contributions.get(name, 0.0) == pytest.approx(prediction, abs=1e-12)
+    interacting = replace(apex, index=index)
+    query = _query(20, constraints=[apex_pb2.Constraint(property="tpsa", upper=60.0)])
+    pruned, _ = interacting.search(query, omit_smiles=True)
+    query.engine = apex_pb2.ENGINE_BRUTE
+    assert interacting.search(query, omit_smiles=True)[0] == pruned
+
+
 def test_slack_is_the_scaled_violation(apex: Apex) -> None:
     constraints = [apex_pb2.Constraint(property="logp", upper=0.0)]
     request = apex_pb2.ScoreProductsRequest(
@@ -203,13 +230,24 @@ def test_a_bad_query_names_its_field(apex: Apex, query: apex_pb2.Query, field: s
     assert field in [violated for violated, _ in caught.value.violations]
 
 
-def test_numbers_too_large_to_add_up_name_their_field(apex: Apex) -> None:
-    huge = [apex_pb2.Constraint(property="logp", upper=1e200)]
-    with pytest.raises(InvalidArgument, match=r"constraints\[logp\].upper"):
-        apex.client.stub.CountMatches(apex_pb2.CountMatchesRequest(index=apex.index.name, constraints=huge))
-    scoring = apex_pb2.ScoreProductsRequest(index=apex.index.name, products=["amide~a0~b0"], constraints=huge)
-    with pytest.raises(InvalidArgument, match=r"constraints\[logp\].upper"):
-        apex.client.stub.ScoreProducts(scoring)
+def test_numbers_too_large_to_add_up_name_their_field_by_its_place(apex: Apex) -> None:
+    huge = [apex_pb2.Constraint(property="tpsa", upper=90.0), apex_pb2.Constraint(property="logp", upper=1e200)]
+    heavy = [apex_pb2.ObjectiveTerm(property="tpsa"), apex_pb2.ObjectiveTerm(property="logp", weight=1e200)]
+    index, stub = apex.index.name, apex.client.stub
+    counting = apex_pb2.CountMatchesRequest(index=index, constraints=huge)
+    weighing = apex_pb2.CountMatchesRequest(index=index, objective=heavy, min_objective=0.0)
+    scoring = apex_pb2.ScoreProductsRequest(index=index, products=["amide~a0~b0"], constraints=huge)
+    calls = [
+        ("query.constraints[1].upper", lambda: apex.search(_query(constraints=huge))),
+        ("query.objective[1].weight", lambda: apex.search(_query(objective=heavy))),
+        ("constraints[1].upper", lambda: stub.CountMatches(counting)),
+        ("objective[1].weight", lambda: stub.CountMatches(weighing)),
+        ("constraints[1].upper", lambda: stub.ScoreProducts(scoring)),
+    ]
+    for field, call in calls:
+        with pytest.raises(InvalidArgument) as caught:
+            call()
+        assert [violated for violated, _ in caught.value.violations] == [field]
 
 
 @pytest.mark.parametrize(
@@ -314,3 +352,18 @@ def test_a_probe_adds_a_property_and_old_indexes_keep_working(apex: Apex) -> Non
     with pytest.raises(InvalidArgument) as caught:
         apex.client.stub.AddProbe(request)
     assert caught.value.violations[0][0] == "property_name"
+
+
+def test_what_a_running_operation_reads_cannot_be_deleted_under_it(apex: Apex) -> None:
+    stub = apex.client.stub
+    source = apex_pb2.ImportLibraryRequest.TsvSource(synthons=apex.upload("\n".join([HEADER, *_rows()]) + "\n"))
+    library = apex.client.wait(stub.ImportLibrary(apex_pb2.ImportLibraryRequest(tsv=source)), apex_pb2.Library)
+    sample = apex_pb2.RdkitSample(library=library.name, product_count=110, properties=["logp"])
+    operation = stub.TrainSurrogate(apex_pb2.TrainSurrogateRequest(rdkit_sample=sample, steps=100_000))
+    assert not operation.done
+    with pytest.raises(FailedPrecondition, match=f"{library.name} is used by {operation.name}, which must end"):
+        stub.DeleteLibrary(apex_pb2.DeleteLibraryRequest(name=library.name))
+    apex.client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name))
+    with pytest.raises(Cancelled):
+        apex.client.wait(operation, apex_pb2.Surrogate)
+    stub.DeleteLibrary(apex_pb2.DeleteLibraryRequest(name=library.name))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lyceum_apex.chemistry import properties
-    from lyceum_apex.contributions import ContributionTable
+    from lyceum_apex.contributions import ContributionTable, Explanation, Interactions
     from lyceum_apex.counting import CountResult, count
     from lyceum_apex.errors import AssemblyError, FieldError, VersionError
     from lyceum_apex.factorizer import Factorizer
     from lyceum_apex.index import ApexIndex
+    from lyceum_apex.interactions import LegModel, fit_additive_and_interactions, fit_interactions
     from lyceum_apex.library import ProductBatch, SynthonLibrary
     from lyceum_apex.query import Hits, Query, QueryError
     from lyceum_apex.search import iter_search, merge_hits
@@ -28,9 +29,12 @@ _HOMES = {
     "AssemblyError": "errors",
     "ContributionTable": "contributions",
     "CountResult": "counting",
+    "Explanation": "contributions",
     "Factorizer": "factorizer",
     "FieldError": "errors",
     "Hits": "query",
+    "Interactions": "contributions",
+    "LegModel": "interactions",
     "Probe": "surrogate",
     "ProductBatch": "library",
     "Query": "query",
@@ -39,6 +43,8 @@ _HOMES = {
     "SynthonLibrary": "library",
     "VersionError": "errors",
     "count": "counting",
+    "fit_additive_and_interactions": "interactions",
+    "fit_interactions": "interactions",
     "iter_search": "search",
     "merge_hits": "search",
     "properties": "chemistry",
@@ -49,9 +55,12 @@ __all__ = [
     "AssemblyError",
     "ContributionTable",
     "CountResult",
+    "Explanation",
     "Factorizer",
     "FieldError",
     "Hits",
+    "Interactions",
+    "LegModel",
     "Probe",
     "ProductBatch",
     "Query",
@@ -60,6 +69,8 @@ __all__ = [
     "SynthonLibrary",
     "VersionError",
     "count",
+    "fit_additive_and_interactions",
+    "fit_interactions",
     "iter_search",
     "merge_hits",
     "properties",

@@ -2,17 +2,19 @@
 
 Legs are Gaussian; four properties other than the objective have an upper bound of 0.5, and one of them is correlated
 0.7 with the objective. Brute force (our own threaded kernel) and numpy (all products materialised, then argpartition)
-run up to 10^8 products and must find the same hits; above that the pruned engine runs alone.
+run up to 10^8 products and must find the same hits; above that the pruned engine runs alone. With interactions the
+objective also has a pair term of standard deviation 1, beside legs of the same. `fidelity` is on real data.
 """
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from lyceum_apex.contributions import ContributionTable
+from lyceum_apex.contributions import ContributionTable, Interactions
 from lyceum_apex.counting import count
 from lyceum_apex.query import Bounds, Engine, Hits, Query
 from lyceum_apex.search import search
@@ -22,6 +24,7 @@ SEED = 0
 NAMES = ("objective", "correlated", "p2", "p3", "p4")
 FOUR: dict[str, Bounds] = dict.fromkeys(NAMES[1:], (None, 0.5))
 BRUTE_LARGEST = 10**8  # numpy then holds 0.8 GB a column
+RANK = 4
 PACKAGES = ("numba", "numpy")
 T = TypeVar("T")
 
@@ -93,7 +96,55 @@ def counting(quick: bool) -> Iterator[Row]:
         yield Row(where, "time", seconds, unit="s", context=f"{found.count:,} match ({found.fraction:.2%})")
 
 
-CASES: dict[str, Callable[[bool], Iterator[Row]]] = {"engines": engines, "large": large, "counting": counting}
+def interactions(quick: bool) -> Iterator[Row]:
+    """The pruned engine with and without an objective of rank 4; brute force up to 10^9 products."""
+    for products in (10**7, 10**8) if quick else (BRUTE_LARGEST, 10**9, 10**10):
+        side = round(products**0.5)
+        additive = gaussian_library(((side, side),))
+        table = with_interactions(additive, RANK)
+        for constraints in ({}, FOUR):
+            where = f"{products:.0e} products, 2 R-groups, {len(constraints)} constraints, rank {RANK}"
+            hits, seconds = _timed(lambda t=table, c=constraints: _search(t, 1000, c))  # type: ignore[misc]
+            plain, plain_seconds = _timed(lambda t=additive, c=constraints: _search(t, 1000, c))  # type: ignore[misc]
+            beside = f"touched {_touched(hits):.1e}; additive {plain_seconds:.3f} s, touched {_touched(plain):.1e}"
+            yield Row(where, "time", seconds, unit="s", context=beside)
+            if products <= 10**9:
+                brute, brute_seconds = _timed(lambda t=table, c=constraints: _search(t, 1000, c, "brute"))  # type: ignore[misc]
+                np.testing.assert_array_equal(brute.synthons, hits.synthons)
+                yield Row(where, "brute force over pruned, time", brute_seconds / seconds)
+        if products <= 10**9:
+            found, seconds = _timed(lambda t=table: count(t, {"objective": (1.0, None)}))  # type: ignore[misc]
+            where = f"count in {products:.0e} products, 1 bound, rank {RANK}"
+            yield Row(where, "time", seconds, unit="s", context=f"{found.count:,} match ({found.fraction:.2%})")
+
+
+def fidelity(quick: bool) -> Iterator[Row]:
+    """R2 of an index of real1m against its own surrogate, on products held out of both fits, by rank."""
+    from lyceum_apex import ApexIndex, Factorizer, Surrogate, SynthonLibrary, properties
+    from lyceum_zoo import path
+
+    names = ("logp", "tpsa", "qed")
+    library = SynthonLibrary.from_tsv(path("real1m") / "synthon_space_1M.tsv")
+    smiles = [text for text in library.products_smiles(library.sample(2000, seed=SEED)) if text]
+    surrogate = Surrogate.fit(smiles, properties(smiles, names), names, steps=100 if quick else None, seed=SEED)
+    factorizer = Factorizer.fit(library, surrogate, steps=50 if quick else None, seed=SEED)
+    for rank in (0, 2) if quick else (0, 2, RANK):
+        index, seconds = _timed(
+            lambda q=rank: ApexIndex.build(library, surrogate, factorizer, interactions_rank=q, seed=SEED)  # type: ignore[misc]
+        )
+        for name in names:
+            context = f"index built in {seconds:.0f} s"
+            where, r2 = f"real1m, {name}, rank {rank}", index.reconstruction[name]
+            yield Row(where, "R2 against the surrogate", r2, unit="", context=context)
+
+
+CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "engines": engines,
+    "large": large,
+    "counting": counting,
+    "interactions": interactions,
+    "fidelity": fidelity,
+}
 """What `--case` takes."""
 
 
@@ -102,6 +153,13 @@ def gaussian_library(sizes: tuple[tuple[int, ...], ...], correlation: float = 0.
     values = np.random.default_rng(SEED).normal(size=(sum(map(sum, sizes)), len(NAMES)))
     values[:, 1] = correlation * values[:, 0] + np.sqrt(1 - correlation**2) * values[:, 1]
     return ContributionTable(sizes, values, np.zeros(len(NAMES)), np.full(len(NAMES), np.sqrt(2)), NAMES)
+
+
+def with_interactions(table: ContributionTable, rank: int) -> ContributionTable:
+    """An objective with pair terms of standard deviation 1."""
+    shape = (table.leg_count, 1, 4, rank)
+    factors = np.random.default_rng(SEED + 1).normal(scale=rank**-0.25, size=shape) * table.partners[:, None, :, None]
+    return replace(table, interactions=Interactions(NAMES[:1], factors))
 
 
 def numpy_top_k(table: ContributionTable, k: int, constraints: dict[str, Bounds]) -> np.ndarray[Any, Any]:
@@ -126,9 +184,10 @@ def _touched(hits: Hits) -> float:
 def _warm() -> None:
     """Compiles the kernels, or loads them from their cache."""
     small = gaussian_library(((9, 9),))
-    _search(small, 5, FOUR)
-    _search(small, 5, FOUR, "brute")
-    count(small, FOUR)
+    for table in (small, with_interactions(small, RANK)):
+        _search(table, 5, FOUR)
+        _search(table, 5, FOUR, "brute")
+        count(table, {**FOUR, "objective": (0.0, None)})
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

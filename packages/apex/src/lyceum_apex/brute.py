@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lyceum_apex.forest import Spans
-from lyceum_apex.kernels import Columns, Lane, Threshold, scan_range
+from lyceum_apex.kernels import Columns, Lane, Pairs, Threshold, scan_range
 from lyceum_apex.lanes import LANE_WORK, LANES, Tick, make_lane
 from lyceum_apex.topk import TopK
 
@@ -24,8 +24,12 @@ def iter_brute(
     spans: Spans, reactions: NDArray[np.int32], columns: Columns, top: TopK, pool: Executor
 ) -> Iterator[Tick]:
     """Fill `top` from the given reactions; yields after every round."""
-    points = np.ascontiguousarray(spans.legs.T)
-    lanes = [make_lane(len(columns.bias)) for _ in range(LANES)]
+    legs = spans.columns()
+    points = np.ascontiguousarray(legs.T)
+    pairs = None
+    if spans.factors is not None:  # a full scan needs no bounds
+        pairs = Pairs(spans.factors.start, spans.factors.values.shape[2], legs, np.empty((0, 4, 0)), np.empty(0))
+    lanes = [make_lane(len(columns.bias), _TILE) for _ in range(LANES)]
     todo: deque[tuple[int, int, int]] = deque()  # reaction, tiles first..last
     for r in reactions.tolist():
         n0, n1, n2, n3 = (spans.end[r] - spans.begin[r]).tolist()
@@ -39,7 +43,7 @@ def iter_brute(
             if middle < last:
                 todo.appendleft((r, middle, last))
             jobs.append((r, first, middle))
-        run = _scanner(spans, points, columns, top.threshold)
+        run = _scanner(spans, points, columns, pairs, top.threshold)
         for lane, job, (reached, found, evaluated) in zip(lanes, jobs, pool.map(run, lanes, jobs)):
             top.add(lane.key[:found], lane.product[:found])
             touched += evaluated
@@ -50,12 +54,12 @@ def iter_brute(
 
 
 def _scanner(
-    spans: Spans, points: NDArray[np.float64], columns: Columns, threshold: Threshold
+    spans: Spans, points: NDArray[np.float64], columns: Columns, pairs: Pairs | None, threshold: Threshold
 ) -> Callable[[Lane, tuple[int, int, int]], tuple[int, int, int]]:
     def run(lane: Lane, job: tuple[int, int, int]) -> tuple[int, int, int]:
         r, first, last = job
         result: tuple[int, int, int] = scan_range(
-            points, spans.ids, spans.begin[r], spans.end[r], r, first, last, _TILE, columns, threshold, lane
+            points, spans.ids, spans.begin[r], spans.end[r], r, first, last, _TILE, columns, pairs, threshold, lane
         )
         return result
 

@@ -3,10 +3,12 @@
 A *leg* is a triple (reaction r, R-group g, synthon s); every property i of a product x = (r, s_1..s_G) is f_i(x) =
 b_i + sum_g w_i[r, g, s_g] (Pedawi et al. 2025, arXiv 2510.24380, section 3).  The table holds `w` as one row a leg
 (legs contiguous in the order reaction, R-group, synthon), the biases `b` and the scales `sigma_i` that make
-violations of different properties comparable.
+violations of different properties comparable.  Beyond the paper, a property may have low-rank `Interactions`: one
+inner product for each pair of R-groups.
 
-Sums are always formed in one order, ((b + w_1) + w_2) + ..., in float64: scores, both search engines and the counter
-then agree bit for bit, ties included.
+Sums are always formed in one order, in float64: ((b + w_1) + w_2) + ..., and right after w_g the pair terms of leg g
+with legs 1..g-1, one product of two factors at a time.  Scores, both search engines and the counter then agree bit
+for bit, ties included.
 """
 
 from __future__ import annotations
@@ -21,6 +23,54 @@ from numpy.typing import ArrayLike, NDArray
 
 MAX_RGROUPS = 4
 MAX_MAGNITUDE = 1e100  # sums and scaled violations of such numbers stay finite
+MAX_FACTOR = 1e50  # and so do products of two such numbers
+MAX_RANK = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Interactions:
+    """Low-rank pair terms: property names[j] gains sum over R-groups g < h of <factors[l, j, h], factors[m, j, g]>,
+    where l is the leg in R-group g and m the leg in R-group h.
+
+    Args:
+        names: M >= 1 distinct properties of the table.
+        factors: float64[L, M, 4, q], 1 <= q <= 64: what leg l shows to each of the R-groups; zero for its own R-group
+            and for R-groups that its reaction lacks.
+
+    Raises:
+        ValueError: a shape or a number does not fit; the message starts with the argument's name.
+    """
+
+    names: tuple[str, ...]
+    factors: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        names = tuple(self.names)
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"interactions.names: {names!r}; give at least one name, all distinct")
+        factors = np.array(self.factors, dtype=np.float64, order="C")
+        if factors.ndim != 4 or factors.shape[1:3] != (len(names), MAX_RGROUPS):
+            raise ValueError(
+                f"interactions.factors: shape {factors.shape}; expected (legs, {len(names)}, {MAX_RGROUPS}, rank)"
+            )
+        if not 1 <= factors.shape[3] <= MAX_RANK:
+            raise ValueError(f"interactions.factors: rank {factors.shape[3]}; a rank is 1 to {MAX_RANK}")
+        if not (np.abs(factors) <= MAX_FACTOR).all():
+            raise ValueError(f"interactions.factors: holds a number that is not finite or above {MAX_FACTOR:g} in size")
+        factors.flags.writeable = False
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "factors", factors)
+
+    @property
+    def rank(self) -> int:
+        return int(self.factors.shape[3])
+
+    def of(self, names: Sequence[str]) -> Interactions | None:
+        """The pair terms of these properties only, in this object's order; None when none of them has any."""
+        kept = [j for j, name in enumerate(self.names) if name in names]
+        if not kept:
+            return None
+        return Interactions(tuple(self.names[j] for j in kept), self.factors[:, kept])
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +84,7 @@ class ContributionTable:
         scale: float64[P], the training standard deviation sigma_i > 0 of each property.
         names: P distinct property names.
         available: bool[L] or None; legs marked False (out of stock) never appear in a product.
+        interactions: pair terms of some of the properties, or None.
 
     Raises:
         ValueError: a shape, a number or a name does not fit; the message starts with the argument's name.
@@ -45,6 +96,7 @@ class ContributionTable:
     scale: NDArray[np.float64]
     names: tuple[str, ...]
     available: NDArray[np.bool_] | None = None
+    interactions: Interactions | None = None
 
     def __post_init__(self) -> None:
         sizes = tuple(tuple(int(n) for n in groups) for groups in self.sizes)
@@ -82,6 +134,21 @@ class ContributionTable:
             object.__setattr__(self, "available", mask)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "names", names)
+        if self.interactions is not None:
+            self._check_interactions(self.interactions)
+
+    def _check_interactions(self, interactions: Interactions) -> None:
+        unknown = [name for name in interactions.names if name not in self.names]
+        if unknown:
+            raise ValueError(f"interactions.names: {unknown[0]!r} is not a property: {', '.join(self.names)}")
+        if len(interactions.factors) != self.leg_count:
+            raise ValueError(f"interactions.factors: {len(interactions.factors)} legs; expected {self.leg_count}")
+        shown = interactions.factors.any(axis=(1, 3)) & ~self.partners
+        if shown.any():
+            leg, group = np.argwhere(shown)[0]
+            raise ValueError(
+                f"interactions.factors[{leg}]: not zero for R-group {group}, the leg's own or missing in its reaction"
+            )
 
     @property
     def reaction_count(self) -> int:
@@ -99,13 +166,20 @@ class ContributionTable:
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """int64[R, 4]: row of the first leg of each R-group, -1 where a reaction has fewer R-groups."""
-        offsets = np.full((len(self.sizes), MAX_RGROUPS), -1, dtype=np.int64)
-        start = 0
-        for r, groups in enumerate(self.sizes):
-            for g, size in enumerate(groups):
-                offsets[r, g] = start
-                start += size
-        return offsets
+        return leg_offsets(self.sizes)
+
+    @cached_property
+    def groups(self) -> NDArray[np.int64]:
+        """int64[L]: R-group of each leg."""
+        return np.concatenate([np.repeat(np.arange(len(sizes)), sizes) for sizes in self.sizes])
+
+    @cached_property
+    def partners(self) -> NDArray[np.bool_]:
+        """bool[L, 4]: the R-groups that a leg's reaction has, without the leg's own."""
+        counts = np.concatenate([np.full(sum(sizes), len(sizes)) for sizes in self.sizes])
+        groups = np.arange(MAX_RGROUPS)
+        partners: NDArray[np.bool_] = (groups < counts[:, None]) & (groups != self.groups[:, None])
+        return partners
 
     def with_columns(
         self, names: Sequence[str], values: ArrayLike, scale: ArrayLike | None = None
@@ -137,43 +211,92 @@ class ContributionTable:
         return replace(self, available=available)
 
 
+def leg_offsets(sizes: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """int64[R, 4]: row of the first leg of each R-group, -1 where a reaction has fewer R-groups."""
+    offsets = np.full((len(sizes), MAX_RGROUPS), -1, dtype=np.int64)
+    start = 0
+    for r, groups in enumerate(sizes):
+        for g, size in enumerate(groups):
+            offsets[r, g] = start
+            start += size
+    return offsets
+
+
 def score(table: ContributionTable, reaction: ArrayLike, synthons: ArrayLike) -> NDArray[np.float64]:
     """Properties float64[n, P] of products given as reaction int[n] and synthons int[n, 4] (-1 = no such R-group).
 
     Raises:
         ValueError: an index is out of range or the padding does not match the reaction; names the row.
     """
-    r, s = _checked_products(table, reaction, synthons)
+    r, s = checked_products(table.sizes, reaction, synthons)
     total = np.repeat(table.bias[None, :], len(r), axis=0)
+    legs = table.offsets[r] + s
     for g in range(MAX_RGROUPS):
-        offsets = table.offsets[r, g]
-        rows = np.flatnonzero(offsets >= 0)
-        total[rows] += table.values[offsets[rows] + s[rows, g]]
+        rows = np.flatnonzero(table.offsets[r, g] >= 0)
+        total[rows] += table.values[legs[rows, g]]
+        if table.interactions is not None:
+            _add_pairs(table, table.interactions, legs[rows], g, total, rows)
     return total
 
 
-def explain(table: ContributionTable, reaction: int, synthons: Sequence[int]) -> NDArray[np.float64]:
-    """Contributions float64[G, P] of the legs of one product; with the bias they sum to its score."""
+def _add_pairs(
+    table: ContributionTable,
+    interactions: Interactions,
+    legs: NDArray[np.int64],
+    g: int,
+    total: NDArray[np.float64],
+    rows: NDArray[np.intp],
+) -> None:
+    """Add to total[rows] the pair terms of the legs in R-group g with those in R-groups 0..g-1; legs int64[rows, 4]."""
+    at = np.ix_(rows, np.array([table.names.index(name) for name in interactions.names]))
+    for h in range(g):
+        earlier = interactions.factors[legs[:, h], :, g]
+        later = interactions.factors[legs[:, g], :, h]
+        for k in range(interactions.rank):
+            total[at] += earlier[:, :, k] * later[:, :, k]
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """Where a product's score comes from: score = bias + legs.sum(0) + pairs.sum((0, 1)), up to rounding.
+
+    legs float64[G, P]: what each leg adds by itself.  pairs float64[G, G, P]: what the legs in R-groups g < h add
+    together, at [g, h]; 0 elsewhere.
+    """
+
+    legs: NDArray[np.float64]
+    pairs: NDArray[np.float64]
+
+
+def explain(table: ContributionTable, reaction: int, synthons: Sequence[int]) -> Explanation:
+    """The contributions of the legs of one product, and of their pairs. Raises ValueError as `score`."""
     padded = [*synthons, *([-1] * (MAX_RGROUPS - len(synthons)))]
-    r, s = _checked_products(table, [reaction], [padded])
+    r, s = checked_products(table.sizes, [reaction], [padded])
     groups = len(table.sizes[reaction])
-    contributions: NDArray[np.float64] = table.values[table.offsets[r[0], :groups] + s[0, :groups]]
-    return contributions
+    legs = table.offsets[r[0], :groups] + s[0, :groups]
+    pairs = np.zeros((groups, groups, len(table.names)))
+    if table.interactions is not None:
+        columns = [table.names.index(name) for name in table.interactions.names]
+        factors = table.interactions.factors[legs][:, :, :groups]  # [G, M, G, q]
+        together = np.einsum("gmhq,hmgq->ghm", factors, factors)
+        pairs[:, :, columns] = np.where(np.triu(np.ones((groups, groups)), 1)[:, :, None] > 0, together, 0.0)
+    return Explanation(table.values[legs], pairs)
 
 
-def _checked_products(
-    table: ContributionTable, reaction: ArrayLike, synthons: ArrayLike
+def checked_products(
+    sizes: Sequence[Sequence[int]], reaction: ArrayLike, synthons: ArrayLike
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """reaction int64[n] and synthons int64[n, 4] of a library of these sizes. Raises ValueError as `score`."""
     r = np.asarray(reaction).reshape(-1)
     s = np.asarray(synthons)
     if s.shape != (len(r), MAX_RGROUPS) or (r.size and not (r.dtype.kind in "iu" and s.dtype.kind in "iu")):
         raise ValueError(f"synthons: {s.dtype}{s.shape}; expected integers of shape ({len(r)}, {MAX_RGROUPS})")
     r, s = r.astype(np.int64), s.astype(np.int64)
-    wrong = np.flatnonzero((r < 0) | (r >= table.reaction_count))
+    wrong = np.flatnonzero((r < 0) | (r >= len(sizes)))
     if wrong.size:
-        raise ValueError(f"reaction[{wrong[0]}]: {r[wrong[0]]}; the library has {table.reaction_count} reactions")
-    limits = np.zeros((table.reaction_count, MAX_RGROUPS), dtype=np.int64)
-    for index, groups in enumerate(table.sizes):
+        raise ValueError(f"reaction[{wrong[0]}]: {r[wrong[0]]}; the library has {len(sizes)} reactions")
+    limits = np.zeros((len(sizes), MAX_RGROUPS), dtype=np.int64)
+    for index, groups in enumerate(sizes):
         limits[index, : len(groups)] = groups
     limit = limits[r]
     row, g = np.nonzero(np.where(limit > 0, (s < 0) | (s >= limit), s != -1))

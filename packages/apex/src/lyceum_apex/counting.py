@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lyceum_apex.contributions import MAX_RGROUPS, ContributionTable
-from lyceum_apex.forest import SCAN_LEAF, grow_forest, make_spans
+from lyceum_apex.forest import SCAN_LEAF, grow_forest, make_pairs, make_spans
 from lyceum_apex.kernels import Columns, count_below
 from lyceum_apex.lanes import LANE_WORK, LANES, thread_pool
+from lyceum_apex.pairs import joined
 from lyceum_apex.query import Bounds, Problem, Query, QueryError, make_problem
 from lyceum_base.checkpoint import Stopped
 
@@ -69,6 +70,7 @@ def count(
     inside = touched = 0
     with thread_pool(threads) as pool:
         forest, roots = grow_forest(table, spans, pool, check)
+        pairs = make_pairs(spans, forest, roots, columns)
         filled = (spans.end > spans.begin).all(axis=1)
         reactions = np.flatnonzero(filled).astype(np.int32)
         pending = np.column_stack([reactions, roots.nodes[reactions]]).astype(np.int32)
@@ -77,8 +79,9 @@ def count(
         def run(mine: NDArray[np.int32]) -> tuple[NDArray[np.int32], int, int]:
             stack = np.empty((len(mine) + 512, 1 + MAX_RGROUPS), dtype=np.int32)
             stack[: len(mine)] = mine
-            prefix, fine = np.empty((MAX_RGROUPS - 1, len(columns.bias))), np.empty(SCAN_LEAF, dtype=np.int64)
-            left, within, evaluated = count_below(forest, columns, stack, len(mine), budget, prefix, fine)
+            prefix, value = np.empty((MAX_RGROUPS - 1, len(columns.bias))), np.empty(SCAN_LEAF)
+            fine = np.empty(SCAN_LEAF, dtype=np.int64)
+            left, within, evaluated = count_below(forest, columns, pairs, stack, len(mine), budget, prefix, fine, value)
             return stack[:left], int(within), int(evaluated)
 
         while len(pending):
@@ -105,4 +108,5 @@ def _bounded(problem: Problem, cutoff: float | None) -> Problem:
         problem.upper[kept],
         problem.weight[kept],
         problem.sign,
+        None if problem.factors is None else joined([problem.factors.of(c) for c in kept]),
     )

@@ -3,7 +3,8 @@
 For multipliers x_j >= 0 of the constraints g_j >= 0 (g = u - f or f - l), every feasible product has
 objective <= objective + sum_j x_j g_j, which is additive over legs as well: the *dual column*.  A block's box of
 ranges forgets how properties hang together (large molecules dock well and are heavy); the dual column remembers, so
-its maximum over a block bounds the objective of feasible products far better than the objective's own.  Any x is
+its maximum over a block bounds the objective of feasible products far better than the objective's own.  The pair terms
+of a weighted sum are pair terms again, so the same holds with interactions.  Any x is
 valid; a good one minimises the Chernoff bound on the k-th best feasible objective,
 
     T_k <= min over tau > 0, x >= 0 of  tau (log sum_products exp((objective + sum_j x_j g_j) / tau) - log k),
@@ -19,6 +20,7 @@ from scipy.optimize import minimize
 
 from lyceum_apex.forest import Spans
 from lyceum_apex.kernels import Columns
+from lyceum_apex.pairs import joined, weighted
 
 _SAMPLE = 1 << 13  # legs in all, spread evenly over R-groups
 _LEAST_SAMPLE = 64  # legs an R-group
@@ -49,13 +51,24 @@ def with_dual_column(spans: Spans, columns: Columns, reactions: NDArray[np.int32
     np.add.at(size, at, multipliers)
     size[0] = 1.0
     largest = np.abs(columns.bias) + 4 * np.abs(spans.legs).max(axis=0)
+    terms, factors = 2 * len(weight) + 16, spans.factors
+    if factors is not None:
+        used = np.flatnonzero(weight)
+        parts = [factors.of(c) for c in range(factors.columns)]
+        dual = weighted([parts[c] for c in used], weight[used].tolist(), spans.slots())
+        if not np.abs(dual).max(initial=0.0) < 1e150:
+            return spans, columns
+        for c, part in enumerate(parts):
+            largest[c] += 6 * part.shape[2] * float(np.abs(part).max(initial=0.0)) ** 2
+        terms += 16 * dual.shape[2]
+        factors = joined([*parts, dual])
     magnitude = float(size @ largest + multipliers @ np.abs(bound))
     if not np.isfinite(magnitude):
         return spans, columns
-    margin = (2 * len(weight) + 16) * 2.0**-52 * magnitude
+    margin = terms * 2.0**-52 * magnitude
     dual_bias = float(columns.bias @ weight + (multipliers * side) @ bound + margin)
     legs = np.column_stack([spans.legs, spans.legs @ weight])
-    return spans._replace(legs=legs), columns._replace(bias=np.append(columns.bias, dual_bias))
+    return spans._replace(legs=legs, factors=factors), columns._replace(bias=np.append(columns.bias, dual_bias))
 
 
 def _multipliers(

@@ -211,7 +211,6 @@ class Factorizer:
             steps=steps,
             learning_rate=_LEARNING_RATE,
             state_every=_STATE_EVERY,
-            extra=dict,
             resume=resume,
             should_stop=should_stop,
         )

@@ -4,23 +4,24 @@ searched.
 W = U beta': leg u of product x adds beta_i . u to property i, so a query scans sums of a few numbers per product and
 no network runs (Pedawi et al., arXiv 2510.24380, section 3). A property trained later on the same encoder is one more
 column, W_new = U beta_new. The exact columns of the library (molecular weight, price) are appended as they are.
+With `interactions_rank`, properties also get pair terms for what the sum over legs misses (`lyceum_apex.residuals`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from lyceum_apex.contributions import ContributionTable, explain, score
+from lyceum_apex.contributions import ContributionTable, Explanation, Interactions, explain, score
 from lyceum_apex.counting import CountResult, count
 from lyceum_apex.errors import FieldError, VersionError
 from lyceum_apex.library import SynthonLibrary
 from lyceum_apex.query import Bounds, Hits, Query, SearchProgress, slack
 from lyceum_apex.search import iter_search, search
-from lyceum_base import ShouldStop, decode_state, encode_state
+from lyceum_base import ShouldStop, decode_state, encode_state, run_to_end
 
 if TYPE_CHECKING:
     from lyceum_apex.factorizer import Factorizer
@@ -34,7 +35,7 @@ class ApexIndex:
     """Immutable; make one by `build`, `from_leg_table`, `from_bytes` or `load`.
 
     Args:
-        table: contributions of all properties, exact columns last.
+        table: contributions of all properties, exact columns last, with their interactions.
         library: fingerprint of the library.
         embeddings: u, float64 [L, d]; None for a user's own leg table.
         encoder: fingerprint of the surrogate's encoder; "" for a user's own leg table.
@@ -49,9 +50,31 @@ class ApexIndex:
     reconstruction: Mapping[str, float]
 
     @classmethod
-    def build(cls, library: SynthonLibrary, surrogate: "Surrogate", factorizer: "Factorizer") -> Self:
-        """All probes of the surrogate over a library, which need not be the one the factoriser was fitted to. Raises
-        VersionError when the factoriser was fitted to another surrogate."""
+    def build(
+        cls,
+        library: SynthonLibrary,
+        surrogate: "Surrogate",
+        factorizer: "Factorizer",
+        *,
+        interactions_rank: int = 0,
+        seed: int = 0,
+    ) -> Self:
+        """All probes of the surrogate over a library, which need not be the one the factoriser was fitted to.
+
+        With a rank of 1 to 8, pair terms are fitted to the surrogate's own predictions of sampled products, for the
+        properties that gain by them. Raises VersionError when the factoriser was fitted to another surrogate,
+        FieldError (`interactions_rank`).
+        """
+        index = cls._additive(library, surrogate, factorizer)
+        if not interactions_rank:
+            return index
+        from lyceum_apex.residuals import iter_fit_residuals
+
+        fit = iter_fit_residuals(library, surrogate, factorizer, interactions_rank, seed=seed)
+        return index.with_residuals(run_to_end(fit))
+
+    @classmethod
+    def _additive(cls, library: SynthonLibrary, surrogate: "Surrogate", factorizer: "Factorizer") -> Self:
         if factorizer.surrogate != surrogate.fingerprint:
             raise VersionError("the factoriser was fitted to another surrogate; fit it again to this one")
         u = factorizer.leg_embeddings(library)
@@ -67,6 +90,12 @@ class ApexIndex:
         report = factorizer.reconstruction_report(library, surrogate) if own else {}
         return cls(_with_exact(table, library), library.fingerprint, u, surrogate.fingerprint, report)
 
+    def with_residuals(self, state: Mapping[str, Any]) -> Self:
+        """With the pair terms and the fidelity that `lyceum_apex.residuals.iter_fit_residuals` ends with."""
+        pairs = Interactions(tuple(state["names"]), state["factors"]) if state["names"] else None
+        report = {**self.reconstruction, **state["reconstruction"]}
+        return replace(self, table=replace(self.table, interactions=pairs), reconstruction=report)
+
     @classmethod
     def from_leg_table(
         cls,
@@ -76,11 +105,12 @@ class ApexIndex:
         *,
         bias: npt.ArrayLike | None = None,
         scale: npt.ArrayLike | None = None,
+        interactions: Interactions | None = None,
     ) -> Self:
-        """A user's own contributions [L, P], for example of an additive model fitted elsewhere.
+        """A user's own contributions [L, P], for example of an additive model fitted elsewhere, and pair terms.
 
         `bias` [P] is 0 by default. `scale` [P] makes violations of several constraints comparable; by default it is
-        the standard deviation over products drawn with the same weight for every reaction.
+        the standard deviation of the legs' sum over products drawn with the same weight for every reaction.
         """
         legs = np.asarray(values, np.float64)
         if legs.shape != (library.n_legs, len(names)):
@@ -95,6 +125,7 @@ class ApexIndex:
             bias=np.asarray(bias, np.float64),
             scale=np.asarray(sigma, np.float64),
             names=tuple(names),
+            interactions=interactions,
         )
         return cls(_with_exact(table, library), library.fingerprint, None, "", {})
 
@@ -160,8 +191,8 @@ class ApexIndex:
         """Slack [n] of scored products: 0 where all constraints hold, else minus the violations in units of sigma."""
         return slack(self.table, properties, constraints)
 
-    def explain(self, r: int, s: Sequence[int]) -> FloatArray:
-        """Contributions [G, P] of the legs of one product; with the bias they sum to its score."""
+    def explain(self, r: int, s: Sequence[int]) -> Explanation:
+        """Contributions of the legs of one product and of their pairs; with the bias they sum to its score."""
         return explain(self.table, r, s)
 
     # --- storage -----------------------------------------------------------------------------------------------------
@@ -181,6 +212,9 @@ class ApexIndex:
         }
         if self.embeddings is not None:
             state["embeddings"] = self.embeddings
+        if self.table.interactions is not None:
+            state["interactions.names"] = list(self.table.interactions.names)
+            state["interactions.factors"] = self.table.interactions.factors
         return encode_state(state)
 
     @classmethod
@@ -195,6 +229,9 @@ class ApexIndex:
             bias=state["bias"],
             scale=state["scale"],
             names=tuple(state["names"]),
+            interactions=Interactions(tuple(state["interactions.names"]), state["interactions.factors"])
+            if "interactions.names" in state
+            else None,
         )
         return cls(table, state["library"], state.get("embeddings"), state["encoder"], state["reconstruction"])
 

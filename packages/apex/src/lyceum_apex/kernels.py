@@ -2,7 +2,12 @@
 
 Bounds are exact without any tolerance: rounding is monotone, so adding the largest (smallest) leg of every slot *in
 the order in which a product's own legs are added* gives a number that no rounded product sum exceeds (undercuts).
-The same holds for violations, whose terms are non-negative and added in column order.
+The same holds for violations, whose terms are non-negative and added in column order, and for pair terms: a product of
+two factors is monotone in each, so over two ranges it lies between the products of their ends, rounded or not. Only the
+bound |p| |q| on a whole inner product comes from other arithmetic; it carries a margin above all rounding.
+
+Pair terms are an optional argument, `pairs`: without them it is None, and numba compiles the loops as if it were not
+there.
 
 Arrays and named tuples of arrays are `Any` to mypy: numba checks them when it compiles. Counters that a kernel passes
 on start as np.int64(0): a literal 0 would be a type of its own and compile the callee twice. A rank key is
@@ -31,6 +36,20 @@ class Columns(NamedTuple):
     weight: NDArray[np.float64]
 
 
+class Pairs(NamedTuple):
+    """Pair terms: column c has dimensions start[c] .. start[c + 1] of `width`.
+
+    What a leg shows to slot h in dimension k is row C + h * width + k of the points of the forest, C = bias.size.
+    `legs` holds the points once more, for legs that are looked up one at a time: a leg's numbers side by side.
+    """
+
+    start: NDArray[np.int64]  # [C + 1]
+    width: int
+    legs: NDArray[np.float64]  # [M, C + 4 * width]
+    norm: NDArray[np.float64]  # [nodes, 4, C] largest norm of what the node's legs show to each slot
+    margin: NDArray[np.float64]  # [C] above the rounding error of a column's sum
+
+
 class Threshold(NamedTuple):
     """Rank key of the k-th best product known; (inf, -inf, ...) while fewer than k are known."""
 
@@ -50,6 +69,8 @@ class Lane(NamedTuple):
     put_off_key: NDArray[np.float64]  # [D, 2]
     prefix: NDArray[np.float64]  # [3, C] sums over slots 0, 0..1, 0..2
     violation: NDArray[np.float64]  # [T] one row of products
+    values: NDArray[np.float64]  # [C, T'] a row's sums, with pair terms
+    zero: NDArray[np.float64]  # [C] zeros
 
 
 @njit(cache=True, nogil=True)
@@ -143,6 +164,72 @@ def _bound(forest: Any, columns: Any, tuple_: Any) -> Any:
     if violation == 0.0 and d < columns.bias.size:
         dual = (((columns.bias[d] + high[n0, d]) + high[n1, d]) + high[n2, d]) + high[n3, d]
         objective = min(objective, dual)
+    return violation, objective
+
+
+@njit(cache=True, nogil=True)
+def largest_norms(forest: Any, start: Any, width: int, norm: Any) -> None:
+    """Fill `norm` of `Pairs`; rounded up, and by more than all that may have underflowed."""
+    points, size = forest.points, len(start) - 1
+    for node in range(len(forest.begin) - 1, -1, -1):  # children are numbered after their parent
+        child = forest.child[node]
+        for h in range(4):
+            for c in range(size):
+                most = 0.0
+                if child >= 0:
+                    most = max(norm[child, h, c], norm[child + 1, h, c])
+                elif start[c] < start[c + 1]:
+                    for i in range(forest.begin[node], forest.end[node]):
+                        square = 0.0
+                        for k in range(start[c], start[c + 1]):
+                            square += points[size + h * width + k, i] ** 2
+                        most = max(most, square)
+                    most = np.sqrt(most) * (1.0 + 1e-13) + 1e-150
+                norm[node, h, c] = most
+
+
+@njit(cache=True, nogil=True)
+def _range(forest: Any, columns: Any, pairs: Any, tuple_: Any, c: int) -> Any:
+    """Smallest and largest value of column c over a node tuple, pair terms included."""
+    size, width, low, high = columns.bias.size, pairs.width, forest.low, forest.high
+    first, last = pairs.start[c], pairs.start[c + 1]
+    least, most = columns.bias[c], columns.bias[c]  # by ranges, in the order in which a product's own sum is formed
+    lower, upper = least, most  # by ranges or norms, whichever is tighter for a pair
+    for s in range(4):
+        n = tuple_[1 + s]
+        if n == 0:  # the neutral leg
+            continue
+        least, most = least + low[n, c], most + high[n, c]
+        lower, upper = lower + low[n, c], upper + high[n, c]
+        for g in range(s):
+            m = tuple_[1 + g]
+            if m == 0 or first == last:
+                continue
+            there, here = size + s * width, size + g * width
+            below, above = 0.0, 0.0
+            for k in range(first, last):
+                a, b = low[m, there + k], high[m, there + k]
+                u, v = low[n, here + k], high[n, here + k]
+                smallest = min(a * u, a * v, b * u, b * v)
+                largest = max(a * u, a * v, b * u, b * v)
+                least, most = least + smallest, most + largest
+                below, above = below + smallest, above + largest
+            product = pairs.norm[m, s, c] * pairs.norm[n, g, c]
+            lower, upper = lower + max(below, -product), upper + min(above, product)
+    return max(least, lower - pairs.margin[c]), min(most, upper + pairs.margin[c])
+
+
+@njit(cache=True, nogil=True)
+def _bound_pairs(forest: Any, columns: Any, pairs: Any, tuple_: Any) -> Any:
+    """`_bound` of columns with pair terms."""
+    violation = 0.0
+    d = columns.lower.size
+    for c in range(1, d):
+        least, most = _range(forest, columns, pairs, tuple_, c)
+        violation += (max(columns.lower[c] - most, 0.0) + max(least - columns.upper[c], 0.0)) * columns.weight[c]
+    objective = _range(forest, columns, pairs, tuple_, 0)[1]
+    if violation == 0.0 and d < columns.bias.size:
+        objective = min(objective, _range(forest, columns, pairs, tuple_, d)[1])
     return violation, objective
 
 
@@ -272,8 +359,149 @@ def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: An
 
 
 @njit(cache=True, nogil=True)
+def _add_leg(columns: Any, pairs: Any, at: Any, slot: int, prefix: Any, last: int) -> Any:
+    """prefix[slot] = prefix[last], the sums over the slots before (the bias for -1), plus leg at[slot] and its pair
+    terms with the legs before. Returns the row of `prefix` with the sums: `last` if the leg is the neutral one."""
+    size, width, legs = columns.bias.size, pairs.width, pairs.legs
+    leg = at[slot]
+    if leg == 0:
+        return last
+    for c in range(size):
+        total = (columns.bias[c] if last < 0 else prefix[last, c]) + legs[leg, c]
+        for g in range(slot):
+            if at[g] > 0:
+                for k in range(pairs.start[c], pairs.start[c + 1]):
+                    total += legs[at[g], size + slot * width + k] * legs[leg, size + g * width + k]
+        prefix[slot, c] = total
+    return slot
+
+
+@njit(cache=True, nogil=True)
+def _with_pairs(forest: Any, pairs: Any, at: Any, node: int, c: int, size: int, least: float, most: float) -> Any:
+    """The range least..most of column c along a leaf of slot 3, widened by the pair terms with the legs `at`."""
+    legs, low, high, width = pairs.legs, forest.low, forest.high, pairs.width
+    for g in range(3):
+        if at[g] == 0:
+            continue
+        for k in range(pairs.start[c], pairs.start[c + 1]):
+            factor, q = legs[at[g], size + 3 * width + k], size + g * width + k
+            one, other = factor * low[node, q], factor * high[node, q]
+            least, most = least + min(one, other), most + max(one, other)
+    return least, most
+
+
+@njit(cache=True, nogil=True)
+def _row_values(
+    points: Any, columns: Any, pairs: Any, row: Any, at: Any, begin: int, end: int, c: int, out: Any
+) -> None:
+    """Values of column c along a row of products, legs begin..end of slot 3."""
+    size, width = columns.bias.size, pairs.width
+    base, column = row[c], points[c, begin:end]
+    for j in range(end - begin):
+        out[j] = base + column[j]
+    for g in range(3):
+        if at[g] == 0:
+            continue
+        for k in range(pairs.start[c], pairs.start[c + 1]):
+            factor, column = pairs.legs[at[g], size + 3 * width + k], points[size + g * width + k, begin:end]
+            for j in range(end - begin):
+                out[j] += factor * column[j]
+
+
+@njit(cache=True, nogil=True)
+def _scan_row_pairs(
+    points: Any,
+    ids: Any,
+    begin: int,
+    end: int,
+    row: Any,
+    at: Any,
+    columns: Any,
+    pairs: Any,
+    threshold: Any,
+    product: Any,
+    lane: Any,
+    found: Any,
+) -> Any:
+    """`_scan_row` of columns with pair terms: the row's sums are formed first."""
+    values = lane.values
+    _row_values(points, columns, pairs, row, at, begin, end, 0, values[0])
+    if threshold.violation == 0.0:  # only feasible products that reach the objective matter: mostly none in a row
+        candidates = 0
+        for j in range(end - begin):
+            candidates += values[0, j] >= threshold.objective
+        if candidates == 0:
+            return found
+    for c in range(1, columns.lower.size):
+        _row_values(points, columns, pairs, row, at, begin, end, c, values[c])
+    return _scan_row(values, ids[begin:end], 0, end - begin, lane.zero, columns, threshold, product, lane, found)
+
+
+@njit(cache=True, nogil=True)
+def _scan_tuple_pairs(forest: Any, columns: Any, pairs: Any, threshold: Any, tuple_: Any, lane: Any, found: Any) -> Any:
+    """`_scan_tuple` of columns with pair terms."""
+    points, ids, size, d = forest.points, forest.ids, columns.bias.size, columns.lower.size
+    prefix = lane.prefix
+    n3 = tuple_[4]
+    begin, end = forest.begin[n3], forest.end[n3]
+    low, high = forest.low[n3], forest.high[n3]
+    product, at = np.empty(5, dtype=np.int32), np.zeros(3, dtype=np.int64)
+    product[0] = tuple_[0]
+    touched = 0
+    for i0 in range(forest.begin[tuple_[1]], forest.end[tuple_[1]]):
+        product[1], at[0] = ids[i0], i0
+        first = _add_leg(columns, pairs, at, 0, prefix, -1)
+        for i1 in range(forest.begin[tuple_[2]], forest.end[tuple_[2]]):
+            product[2], at[1] = ids[i1], i1
+            second = _add_leg(columns, pairs, at, 1, prefix, first)
+            for i2 in range(forest.begin[tuple_[3]], forest.end[tuple_[3]]):
+                product[3], at[2] = ids[i2], i2
+                row = _add_leg(columns, pairs, at, 2, prefix, second)
+                if threshold.violation == 0.0 and d < size:  # of use for feasible products only, but often all it takes
+                    total = prefix[row, d]
+                    most = _with_pairs(forest, pairs, at, n3, d, size, total + low[d], total + high[d])[1]
+                    if most < threshold.objective:
+                        continue
+                violation = 0.0
+                for c in range(1, d):
+                    total = prefix[row, c]
+                    least, most = _with_pairs(forest, pairs, at, n3, c, size, total + low[c], total + high[c])
+                    violation += (max(columns.lower[c] - most, 0.0) + max(least - columns.upper[c], 0.0)) * (
+                        columns.weight[c]
+                    )
+                if violation > threshold.violation:
+                    continue
+                stop = end
+                if violation == threshold.violation:  # the leaf is sorted by the legs' own part of the objective
+                    left, middle = begin, begin  # the first product first: mostly even that falls short
+                    while left < stop:
+                        total = prefix[row, 0] + points[0, middle]
+                        most = _with_pairs(forest, pairs, at, n3, 0, size, total, total)[1]
+                        if most < threshold.objective:
+                            stop = middle
+                        else:
+                            left = middle + 1
+                        middle = (left + stop) // 2
+                    if stop == begin:
+                        continue
+                touched += stop - begin
+                found = _scan_row_pairs(
+                    points, ids, begin, stop, prefix[row], at, columns, pairs, threshold, product, lane, found
+                )
+    return found, touched
+
+
+@njit(cache=True, nogil=True)
 def explore(
-    forest: Any, columns: Any, threshold: Any, horizon: Any, lane: Any, stacked: int, budget: int, largest: int
+    forest: Any,
+    columns: Any,
+    pairs: Any,
+    threshold: Any,
+    horizon: Any,
+    lane: Any,
+    stacked: int,
+    budget: int,
+    largest: int,
 ) -> Any:
     """Depth-first search below the stacked node tuples, as far as they rank within the horizon.
 
@@ -305,7 +533,10 @@ def explore(
             if forest.child[node] >= 0 and forest.end[node] - forest.begin[node] > size:
                 slot, size = g, forest.end[node] - forest.begin[node]
         if slot == 0:
-            found, here = _scan_tuple(forest, columns, threshold, current, lane, found)
+            if pairs is None:
+                found, here = _scan_tuple(forest, columns, threshold, current, lane, found)
+            else:
+                found, here = _scan_tuple_pairs(forest, columns, pairs, threshold, current, lane, found)
             touched += here
             visited += 1
             work += here + 256
@@ -315,8 +546,12 @@ def explore(
             sibling[g] = current[g]
         current[slot] = forest.child[current[slot]]
         sibling[slot] = current[slot] + 1
-        v, o = _bound(forest, columns, current)
-        sv, so = _bound(forest, columns, sibling)
+        if pairs is None:
+            v, o = _bound(forest, columns, current)
+            sv, so = _bound(forest, columns, sibling)
+        else:
+            v, o = _bound_pairs(forest, columns, pairs, current)
+            sv, so = _bound_pairs(forest, columns, pairs, sibling)
         if sv < v or (sv == v and (so > o or (so == o and forest.first[sibling[slot]] < forest.first[current[slot]]))):
             current[slot], sibling[slot] = sibling[slot], current[slot]
             v, o, sv, so = sv, so, v, o
@@ -339,10 +574,13 @@ def explore(
 
 
 @njit(cache=True, nogil=True)
-def bound_tuples(forest: Any, columns: Any, tuples: Any, key: Any) -> None:
+def bound_tuples(forest: Any, columns: Any, pairs: Any, tuples: Any, key: Any) -> None:
     """key float64[n, 2] = (violation bound, objective bound) of node tuples int32[n, 5]."""
     for i in range(len(tuples)):
-        key[i, 0], key[i, 1] = _bound(forest, columns, tuples[i])
+        if pairs is None:
+            key[i, 0], key[i, 1] = _bound(forest, columns, tuples[i])
+        else:
+            key[i, 0], key[i, 1] = _bound_pairs(forest, columns, pairs, tuples[i])
 
 
 @njit(cache=True, nogil=True)
@@ -356,6 +594,7 @@ def scan_range(
     last: int,
     tile: int,
     columns: Any,
+    pairs: Any,
     threshold: Any,
     lane: Any,
 ) -> Any:
@@ -366,7 +605,7 @@ def scan_range(
     size = columns.bias.size
     tiles = (end[3] - begin[3] + tile - 1) // tile
     n1, n2 = end[1] - begin[1], end[2] - begin[2]
-    product = np.empty(5, dtype=np.int32)
+    product, at = np.empty(5, dtype=np.int32), np.zeros(3, dtype=np.int64)
     product[0] = reaction
     row = lane.prefix[2]
     found: Any = np.int64(0)
@@ -378,12 +617,19 @@ def scan_range(
         i1 = begin[1] + (position // n2) % n1
         i0 = begin[0] + position // (n2 * n1)
         product[1], product[2], product[3] = ids[i0], ids[i1], ids[i2]
-        for c in range(size):
-            row[c] = ((columns.bias[c] + points[c, i0]) + points[c, i1]) + points[c, i2]
         start = begin[3] + (index % tiles) * tile
         stop = min(start + tile, end[3])
         touched += stop - start
         index += 1
+        if pairs is not None:
+            at[0], at[1], at[2] = i0, i1, i2
+            done = _add_leg(columns, pairs, at, 0, lane.prefix, -1)
+            done = _add_leg(columns, pairs, at, 1, lane.prefix, done)
+            sums = lane.prefix[_add_leg(columns, pairs, at, 2, lane.prefix, done)]
+            found = _scan_row_pairs(points, ids, start, stop, sums, at, columns, pairs, threshold, product, lane, found)
+            continue
+        for c in range(size):
+            row[c] = ((columns.bias[c] + points[c, i0]) + points[c, i1]) + points[c, i2]
         if threshold.violation == 0.0:  # only feasible products that reach the objective matter: mostly none in a tile
             base, column = row[0], points[0, start:stop]
             candidates = 0
@@ -396,12 +642,14 @@ def scan_range(
 
 
 @njit(cache=True, nogil=True)
-def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int, prefix: Any, fine: Any) -> Any:
+def count_below(
+    forest: Any, columns: Any, pairs: Any, stack: Any, stacked: int, budget: int, prefix: Any, fine: Any, value: Any
+) -> Any:
     """Count the products within all column bounds below the stacked node tuples.
 
     A tuple wholly inside counts in one step, one wholly outside not at all.  Returns the numbers of tuples left on
-    the stack (budget spent), of products inside and of products evaluated one by one.  `prefix` float64[3, C] and
-    `fine` int64[legs of a leaf] are scratch.
+    the stack (budget spent), of products inside and of products evaluated one by one.  `prefix` float64[3, C],
+    `fine` int64[legs of a leaf] and `value` float64[legs of a leaf] are scratch.
     """
     size = columns.bias.size
     points, low, high = forest.points, forest.low, forest.high
@@ -415,8 +663,11 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
         work += 64
         whole, empty = True, False
         for c in range(size):
-            most = (((columns.bias[c] + high[n0, c]) + high[n1, c]) + high[n2, c]) + high[n3, c]
-            least = (((columns.bias[c] + low[n0, c]) + low[n1, c]) + low[n2, c]) + low[n3, c]
+            if pairs is None:
+                most = (((columns.bias[c] + high[n0, c]) + high[n1, c]) + high[n2, c]) + high[n3, c]
+                least = (((columns.bias[c] + low[n0, c]) + low[n1, c]) + low[n2, c]) + low[n3, c]
+            else:
+                least, most = _range(forest, columns, pairs, current, c)
             empty |= (most < columns.lower[c]) | (least > columns.upper[c])
             whole &= (least >= columns.lower[c]) & (most <= columns.upper[c])
         if empty:
@@ -441,16 +692,19 @@ def count_below(forest: Any, columns: Any, stack: Any, stacked: int, budget: int
                     stack[stacked, g] = current[g]
                 stacked += 1
             continue
-        for i0 in range(forest.begin[n0], forest.end[n0]):
-            for c in range(size):
-                prefix[0, c] = columns.bias[c] + points[c, i0]
-            for i1 in range(forest.begin[n1], forest.end[n1]):
+        if pairs is None:
+            for i0 in range(forest.begin[n0], forest.end[n0]):
                 for c in range(size):
-                    prefix[1, c] = prefix[0, c] + points[c, i1]
-                for i2 in range(forest.begin[n2], forest.end[n2]):
+                    prefix[0, c] = columns.bias[c] + points[c, i0]
+                for i1 in range(forest.begin[n1], forest.end[n1]):
                     for c in range(size):
-                        prefix[2, c] = prefix[1, c] + points[c, i2]
-                    inside += _count_row(forest, n3, prefix[2], columns, fine)
+                        prefix[1, c] = prefix[0, c] + points[c, i1]
+                    for i2 in range(forest.begin[n2], forest.end[n2]):
+                        for c in range(size):
+                            prefix[2, c] = prefix[1, c] + points[c, i2]
+                        inside += _count_row(forest, n3, prefix[2], columns, fine)
+        else:
+            inside += _count_tuple_pairs(forest, columns, pairs, current, prefix, fine, value)
         evaluated = int(exact)
         touched += evaluated
         work += evaluated
@@ -494,4 +748,45 @@ def _count_row(forest: Any, node: int, row: Any, columns: Any, fine: Any) -> Any
         count = 0
         for j in range(last - first):
             count += fine[j]
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _count_tuple_pairs(forest: Any, columns: Any, pairs: Any, tuple_: Any, prefix: Any, fine: Any, value: Any) -> Any:
+    """Number of products within the bounds below a tuple of leaves, pair terms included."""
+    at = np.zeros(3, dtype=np.int64)
+    inside: Any = np.int64(0)
+    for i0 in range(forest.begin[tuple_[1]], forest.end[tuple_[1]]):
+        at[0] = i0
+        first = _add_leg(columns, pairs, at, 0, prefix, -1)
+        for i1 in range(forest.begin[tuple_[2]], forest.end[tuple_[2]]):
+            at[1] = i1
+            second = _add_leg(columns, pairs, at, 1, prefix, first)
+            for i2 in range(forest.begin[tuple_[3]], forest.end[tuple_[3]]):
+                at[2] = i2
+                row = _add_leg(columns, pairs, at, 2, prefix, second)
+                inside += _count_row_pairs(forest, columns, pairs, tuple_[4], prefix[row], at, fine, value)
+    return inside
+
+
+@njit(cache=True, nogil=True)
+def _count_row_pairs(forest: Any, columns: Any, pairs: Any, node: int, row: Any, at: Any, fine: Any, value: Any) -> Any:
+    """`_count_row` of columns with pair terms."""
+    begin, end = forest.begin[node], forest.end[node]
+    for j in range(end - begin):
+        fine[j] = 1
+    for c in range(columns.bias.size):
+        lower, upper = columns.lower[c], columns.upper[c]
+        least, most = row[c] + forest.low[node, c], row[c] + forest.high[node, c]
+        least, most = _with_pairs(forest, pairs, at, node, c, columns.bias.size, least, most)
+        if most < lower or least > upper:
+            return 0
+        if least >= lower and most <= upper:
+            continue
+        _row_values(forest.points, columns, pairs, row, at, begin, end, c, value)
+        for j in range(end - begin):
+            fine[j] &= np.int64(value[j] >= lower) & np.int64(value[j] <= upper)
+    count = 0
+    for j in range(end - begin):
+        count += fine[j]
     return count

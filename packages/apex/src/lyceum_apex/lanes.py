@@ -37,7 +37,8 @@ def thread_pool(threads: int | None) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), thread_name_prefix="apex-search")
 
 
-def make_lane(columns: int) -> Lane:
+def make_lane(columns: int, row: int) -> Lane:
+    """Working memory for that many columns and rows of at most `row` products."""
     return Lane(
         stack=np.empty((_STACK, 1 + MAX_RGROUPS), dtype=np.int32),
         stack_key=np.empty((_STACK, 2)),
@@ -47,4 +48,6 @@ def make_lane(columns: int) -> Lane:
         put_off_key=np.empty((_PUT_OFF, 2)),
         prefix=np.empty((MAX_RGROUPS - 1, columns)),
         violation=np.empty(_FOUND),
+        values=np.empty((columns, row)),
+        zero=np.zeros(columns),
     )

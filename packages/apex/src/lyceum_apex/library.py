@@ -320,7 +320,7 @@ class SynthonLibrary:
         rgroup). `columns` are numeric columns of the synthons that become exact additive columns."""
         reaction_table = _read_parquet(reactions, "reactions", ("reaction_id", "smarts"))
         table = _read_parquet(synthons, "synthons", ("reaction_id", "rgroup", "synthon_id", "smiles", *columns))
-        return cls.from_rows(zip(*table[:4]), dict(zip(*reaction_table)), dict(zip(columns, table[4:])))
+        return cls.from_rows(zip(*table[:4]), _smarts_of(*reaction_table), dict(zip(columns, table[4:])))
 
     @classmethod
     def from_tsv(cls, synthons: Path, reactions: Path | None = None, *, columns: Sequence[str] = ()) -> Self:
@@ -328,7 +328,7 @@ class SynthonLibrary:
         (reaction_id, Reaction). `columns` are numeric columns of the synthons that become exact additive columns."""
         smarts = None
         if reactions is not None:
-            smarts = dict(zip(*_read_tsv(reactions, "reactions", ("reaction_id", "Reaction"))))
+            smarts = _smarts_of(*_read_tsv(reactions, "reactions", ("reaction_id", "Reaction")))
         ids, positions, synthon_ids, smiles, *texts = _read_tsv(
             synthons, "synthons", ("reaction_id", "position", "synthon_id", "smiles", *columns)
         )
@@ -491,6 +491,16 @@ def _molecular_weight(molecule: Molecule) -> float:
     from rdkit.Chem import Descriptors
 
     return float(Descriptors.MolWt(molecule))  # type: ignore[attr-defined]  # defined when RDKit is imported
+
+
+def _smarts_of(ids: Sequence[str], smarts: Sequence[str]) -> dict[str, str]:
+    """SMARTS by reaction id. Raises FieldError (`reactions[i].reaction_id`) for an id that comes twice."""
+    found: dict[str, str] = {}
+    for i, (reaction, text) in enumerate(zip(ids, smarts)):
+        if reaction in found:
+            raise FieldError(f"reactions[{i}].reaction_id", f"{reaction!r} is repeated; list each reaction once")
+        found[reaction] = text
+    return found
 
 
 def _read_tsv(path: Path, table: str, names: Sequence[str]) -> list[list[str]]:

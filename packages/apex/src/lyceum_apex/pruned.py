@@ -16,8 +16,8 @@ from concurrent.futures import Executor
 import numpy as np
 from numpy.typing import NDArray
 
-from lyceum_apex.forest import MAX_TUPLE, Forest, Roots
-from lyceum_apex.kernels import Columns, Lane, Threshold, bound_tuples, explore
+from lyceum_apex.forest import MAX_TUPLE, SCAN_LEAF, Forest, Roots
+from lyceum_apex.kernels import Columns, Lane, Pairs, Threshold, bound_tuples, explore
 from lyceum_apex.lanes import LANE_WORK, LANES, Tick, make_lane
 from lyceum_apex.topk import Key, TopK, smallest
 
@@ -26,13 +26,19 @@ _MAX_PENDING = 1 << 21  # 75 MB; beyond it a round explores depth first and puts
 
 
 def iter_pruned(
-    forest: Forest, roots: Roots, reactions: NDArray[np.int32], columns: Columns, top: TopK, pool: Executor
+    forest: Forest,
+    pairs: Pairs | None,
+    roots: Roots,
+    reactions: NDArray[np.int32],
+    columns: Columns,
+    top: TopK,
+    pool: Executor,
 ) -> Iterator[Tick]:
     """Fill `top` from the given reactions; yields after every round."""
     tuples = np.column_stack([reactions, roots.nodes[reactions]]).astype(np.int32)
     key = np.empty((len(tuples), 2))
-    bound_tuples(forest, columns, tuples, key)
-    lanes = [make_lane(len(columns.bias)) for _ in range(LANES)]
+    bound_tuples(forest, columns, pairs, tuples, key)
+    lanes = [make_lane(len(columns.bias), SCAN_LEAF) for _ in range(LANES)]
     touched = visited = 0
     while len(tuples):
         best = smallest(_deal(len(tuples)), len(tuples), _keys(forest, tuples, key))
@@ -48,7 +54,7 @@ def iter_pruned(
         keep = np.ones(len(tuples), dtype=bool)
         keep[best] = False
         rest, rest_key = [tuples[keep]], [key[keep]]
-        run = _explorer(forest, columns, top.threshold, horizon)
+        run = _explorer(forest, pairs, columns, top.threshold, horizon)
         busy = lanes[: len(best)]
         for lane, (left, found, put_off, evaluated, scanned) in zip(busy, pool.map(run, busy, stacked)):
             top.add(lane.key[:found], lane.product[:found])
@@ -65,11 +71,11 @@ def _deal(pending: int) -> int:
 
 
 def _explorer(
-    forest: Forest, columns: Columns, threshold: Threshold, horizon: NDArray[np.float64]
+    forest: Forest, pairs: Pairs | None, columns: Columns, threshold: Threshold, horizon: NDArray[np.float64]
 ) -> Callable[[Lane, int], tuple[int, int, int, int, int]]:
     def run(lane: Lane, stacked: int) -> tuple[int, int, int, int, int]:
         result: tuple[int, int, int, int, int] = explore(
-            forest, columns, threshold, horizon, lane, stacked, LANE_WORK, MAX_TUPLE
+            forest, columns, pairs, threshold, horizon, lane, stacked, LANE_WORK, MAX_TUPLE
         )
         return result
 

@@ -6,7 +6,9 @@ products are feasible the least-violating ones therefore fill the list.
 
 `Problem` is the query as columns: column 0 is the objective, signed so that larger is better, the others are the
 constrained properties.  Negation and the order of additions commute exactly in floating point, so minimising equals
-maximising the negated column to the last bit; a weighted objective is one column, weighted leg by leg.
+maximising the negated column to the last bit; a weighted objective is one column, weighted leg by leg.  Its pair terms
+are those of its properties side by side, each weighted on the earlier leg: a sum of low-rank terms is one of the summed
+rank.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lyceum_apex.contributions import MAX_MAGNITUDE, ContributionTable, score
+from lyceum_apex.contributions import MAX_MAGNITUDE, MAX_RGROUPS, ContributionTable, score
 from lyceum_apex.errors import FieldError
+from lyceum_apex.pairs import Factors, joined, weighted
 
 Bounds = tuple[float | None, float | None]
 Engine = Literal["pruned", "brute"]
@@ -93,6 +96,7 @@ class Problem:
     """A query against a table as C columns: 0 is the signed objective, the rest are constrained properties.
 
     values float64[L, C]; bias, lower, upper, weight (= 1/sigma) float64[C].  `lower` and `upper` of column 0 are open.
+    `factors` are by leg and R-group; None when no column has pair terms.
     """
 
     values: NDArray[np.float64]
@@ -101,6 +105,7 @@ class Problem:
     upper: NDArray[np.float64]
     weight: NDArray[np.float64]
     sign: float
+    factors: Factors | None
 
 
 def make_problem(
@@ -122,7 +127,23 @@ def make_problem(
         upper=np.array([np.inf] + [np.inf if high is None else high for _, high in bounds], dtype=np.float64),
         weight=np.concatenate([[0.0], 1.0 / table.scale[columns]]),
         sign=sign,
+        factors=_factors(table, {name: sign * weight for name, weight in weights.items()}, columns),
     )
+
+
+def _factors(table: ContributionTable, weights: Mapping[str, float], columns: list[int]) -> Factors | None:
+    """Pair terms of the objective, then of each constrained column."""
+    interactions = table.interactions
+    if interactions is None:
+        return None
+
+    def of(name: str) -> NDArray[np.float64]:
+        if name not in interactions.names:
+            return np.zeros((table.leg_count, MAX_RGROUPS, 0))
+        return interactions.factors[:, interactions.names.index(name)]
+
+    objective = weighted([of(name) for name in weights], list(weights.values()), table.groups)
+    return joined([objective, *(of(table.names[c]) for c in columns)])
 
 
 def slack(
@@ -206,5 +227,12 @@ def queried_properties(
     """Names, in the table's order, and values [n, names] of the properties that the query mentions."""
     names = tuple(name for name in table.names if name in query.weights or name in query.constraints)
     columns = [table.names.index(name) for name in names]
-    narrow = ContributionTable(table.sizes, table.values[:, columns], table.bias[columns], table.scale[columns], names)
+    narrow = ContributionTable(
+        table.sizes,
+        table.values[:, columns],
+        table.bias[columns],
+        table.scale[columns],
+        names,
+        interactions=None if table.interactions is None else table.interactions.of(names),
+    )
     return names, score(narrow, reaction, synthons)

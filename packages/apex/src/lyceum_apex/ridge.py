@@ -18,13 +18,11 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOut:
-    """`loss`: mean over properties of mean_i (y_i - prediction without i)^2 / var(y). `beta` [P, d], `bias` [P]: the
-    mean of the n leave-one-out solutions in the units of the data."""
+    """`loss`: mean over properties of mean_i (y_i - prediction without i)^2 / var(y). `predictions` [n, P]: of each row
+    from the others, in the units of the data."""
 
     loss: torch.Tensor
     predictions: torch.Tensor
-    beta: torch.Tensor
-    bias: torch.Tensor
 
 
 def leave_one_out(x: torch.Tensor, y: torch.Tensor, eps: float = 1.0) -> LeaveOneOut:
@@ -39,17 +37,7 @@ def leave_one_out(x: torch.Tensor, y: torch.Tensor, eps: float = 1.0) -> LeaveOn
     beta = inverse_x @ ys
     leverage = 1.0 / n + (xs * inverse_x.T).sum(1)
     residual = (ys - xs @ beta) / (1.0 - leverage).unsqueeze(1)
-    # About the batch means, leaving out row i moves the slopes by -A^-1 x_i r_i and the intercept by -r_i / n, with r_i
-    # its leave-one-out residual (Sherman-Morrison); the means over i follow.
-    with torch.no_grad():
-        mean_beta = (beta - inverse_x @ residual / n) * y_std / x_std.unsqueeze(1)
-        mean_bias = y_mean - residual.mean(0) * y_std / n - x_mean @ mean_beta
-    return LeaveOneOut(
-        loss=residual.square().mean(),
-        predictions=y - residual * y_std,
-        beta=mean_beta.T,
-        bias=mean_bias,
-    )
+    return LeaveOneOut(loss=residual.square().mean(), predictions=y - residual * y_std)
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lyceum_apex.brute import iter_brute
 from lyceum_apex.contributions import MAX_RGROUPS, ContributionTable
 from lyceum_apex.dual import with_dual_column
-from lyceum_apex.forest import grow_forest, make_spans, product_counts, slots
+from lyceum_apex.forest import grow_forest, make_pairs, make_spans, product_counts, slots
 from lyceum_apex.kernels import Columns
 from lyceum_apex.lanes import Tick, thread_pool
 from lyceum_apex.pruned import iter_pruned
@@ -95,7 +95,8 @@ def iter_search(
             spans, columns = with_dual_column(spans, columns, shard, query.k)
             forest, roots = grow_forest(table, spans, pool, check)
             blocks = roots.leaf_tuples
-            rounds = iter_pruned(forest, roots, shard, columns, top, pool)
+            pairs = make_pairs(spans, forest, roots, columns)
+            rounds = iter_pruned(forest, pairs, roots, shard, columns, top, pool)
         for tick in rounds:
             check()
             seconds = monotonic() - start

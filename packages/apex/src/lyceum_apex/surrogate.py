@@ -36,7 +36,6 @@ from lyceum_base import (
 BATCH = 200  # [paper]
 NOISE = 1.0  # [paper][repo]
 PROBE_EPS = 1.0  # [repo]
-NEWEST = 0.9  # weight of the newest batch in the running probe [repo]
 REFIT_ROWS = 50_000
 DEFAULT_STEPS = {"ecfp": 500, "mpnn": 300}  # [choice] held-out R2 changes little after these; the paper takes 100,000
 _LEARNING_RATE = {"ecfp": 1e-2, "mpnn": 2e-3}  # [choice] for so few steps; the paper takes 1e-3
@@ -153,9 +152,6 @@ class Surrogate:
         features = Features.concatenate(parts)
         mean, scale = values[train].mean(0), values[train].std(0, ddof=1)
         targets = torch.from_numpy(((values - mean) / scale).astype(np.float32))
-        running: dict[str, torch.Tensor] = {}
-        if resume is not None:
-            running = {key: resume[f"running.{key}"] for key in ("beta", "bias")}
         batches = _Batches(train, streams)
 
         def loss_at(step: int) -> torch.Tensor:
@@ -164,10 +160,7 @@ class Surrogate:
             noise = torch.from_numpy(
                 streams.normal("apex.surrogate.noise", step, shape=tuple(embedding.shape)).astype(np.float32)
             )
-            result = ridge.leave_one_out(embedding + NOISE * noise, targets[torch.from_numpy(rows)], PROBE_EPS)
-            for key, value in (("beta", result.beta), ("bias", result.bias.detach())):
-                running[key] = value if key not in running else NEWEST * value + (1.0 - NEWEST) * running[key]
-            return result.loss
+            return ridge.leave_one_out(embedding + NOISE * noise, targets[torch.from_numpy(rows)], PROBE_EPS).loss
 
         yield from descend(
             network,
@@ -176,7 +169,6 @@ class Surrogate:
             steps=steps,
             learning_rate=_LEARNING_RATE[encoder],
             state_every=_STATE_EVERY[encoder],
-            extra=lambda: {f"running.{key}": value for key, value in running.items()},
             resume=resume,
             should_stop=should_stop,
         )

@@ -39,15 +39,13 @@ def descend(
     steps: int,
     learning_rate: float,
     state_every: int,
-    extra: Callable[[], Mapping[str, Any]],
     resume: State | None,
     should_stop: ShouldStop | None,
 ) -> Iterator[Checkpoint]:
     """Minimise `loss_at(step)` over `module`'s parameters. Yields a state every `state_every` steps and ticks in
     between.
 
-    A state holds parameters (`weights.*`), Adam's moments (`adam.*`), the step and whatever `extra()` adds. Raises
-    Stopped.
+    A state holds parameters (`weights.*`), Adam's moments (`adam.*`) and the step. Raises Stopped.
     """
     adam = _Adam(module)
     first = 0
@@ -68,7 +66,7 @@ def descend(
         metrics = {"loss": loss.item()}
         if done % state_every == 0 and done < steps:
             moments = {"adam.mean": adam.mean, "adam.square": adam.square}
-            yield Checkpoint({"step": done, **weights(module), **moments, **extra()}, stage, done, steps, metrics)
+            yield Checkpoint({"step": done, **weights(module), **moments}, stage, done, steps, metrics)
             told = time.monotonic()
         elif time.monotonic() - told > _TICK_SECONDS:
             yield Checkpoint(None, stage, done, steps, metrics)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MIN_ROWS = 100
 MAX_CONTRIBUTION_BYTES = 4 << 30
 _LABEL_ROWS = 2_000
+_PAIRS = "interactions."  # before the names of the interactions' part of a state
 _ENCODERS = {apex_pb2.ENCODER_UNSPECIFIED: "ecfp", apex_pb2.ENCODER_ECFP: "ecfp", apex_pb2.ENCODER_MPNN: "mpnn"}
 _ENCODER_VALUES = {"ecfp": apex_pb2.ENCODER_ECFP, "mpnn": apex_pb2.ENCODER_MPNN}
 
@@ -197,10 +198,12 @@ def check_build(request: apex_pb2.BuildIndexRequest, call: Call) -> None:
     surrogate = call.resources.get(request.surrogate, apex_pb2.Surrogate)
     if request.index_id:
         require_free(call, f"{request.parent}/indexes/{request.index_id}", apex_pb2.Index)
-    size = 8 * library.synthon_count * (len(surrogate.properties) + len(library.additive_columns))
+    pair_terms = 4 * request.interactions_rank * len(surrogate.properties)
+    size = 8 * library.synthon_count * (len(surrogate.properties) + len(library.additive_columns) + pair_terms)
     if size > MAX_CONTRIBUTION_BYTES:
         raise ResourceExhausted(
-            f"the contributions need {size} bytes, more than {MAX_CONTRIBUTION_BYTES}; index fewer properties"
+            f"the contributions need {size} bytes, more than {MAX_CONTRIBUTION_BYTES}; index fewer properties "
+            "or take a lower rank"
         )
     clash = {known.name for known in surrogate.properties} & set(library.additive_columns)
     if clash:
@@ -214,18 +217,45 @@ def check_build(request: apex_pb2.BuildIndexRequest, call: Call) -> None:
 def run_build(
     request: apex_pb2.BuildIndexRequest, call: Call, resume: Mapping[str, Any] | None
 ) -> Iterator[Checkpoint]:
-    """Stages: sample, factorise, encode."""
+    """Stages: sample, factorise, interactions. The last state is the factoriser's, with that of the interactions."""
     from lyceum_apex.factorizer import Factorizer
+    from lyceum_apex.residuals import iter_fit_residuals
 
+    library, surrogate = load_library(call, request.parent), load_surrogate(call, request.surrogate)
+    factorised: Mapping[str, Any] | None = None
     with fields(lambda field: field):
-        yield from Factorizer.iter_fit(
-            load_library(call, request.parent),
-            load_surrogate(call, request.surrogate),
+        for checkpoint in Factorizer.iter_fit(
+            library,
+            surrogate,
             steps=request.steps or None,
             seed=request.seed.value,
             resume=resume,
             should_stop=call.should_stop,
-        )
+        ):
+            factorised = checkpoint.state or factorised
+            yield checkpoint
+        if not request.interactions_rank:
+            return
+        assert factorised is not None  # a fit ends with its state
+        if f"{_PAIRS}factors" in factorised:
+            return
+        factorizer = Factorizer.from_state(factorised)
+        for checkpoint in iter_fit_residuals(
+            library,
+            surrogate,
+            factorizer,
+            request.interactions_rank,
+            seed=request.seed.value,
+            should_stop=call.should_stop,
+        ):
+            yield _with_factorizer(checkpoint, factorised)
+
+
+def _with_factorizer(checkpoint: Checkpoint, factorised: Mapping[str, Any]) -> Checkpoint:
+    state = checkpoint.state
+    if state is not None:
+        state = {**factorised, **{f"{_PAIRS}{key}": value for key, value in state.items()}}
+    return Checkpoint(state, checkpoint.stage, checkpoint.completed, checkpoint.total, checkpoint.metrics)
 
 
 def finish_build(request: apex_pb2.BuildIndexRequest, state: Mapping[str, Any], call: Call) -> apex_pb2.Index:
@@ -236,6 +266,10 @@ def finish_build(request: apex_pb2.BuildIndexRequest, state: Mapping[str, Any], 
     index = ApexIndex.build(
         load_library(call, request.parent), load_surrogate(call, request.surrogate), Factorizer.from_state(state)
     )
+    if request.interactions_rank:
+        keys = ("names", "factors", "reconstruction")
+        index = index.with_residuals({key: state[f"{_PAIRS}{key}"] for key in keys})
+    interactions = index.table.interactions
     ref = call.artifacts.put_bytes(index.to_bytes(), SAFETENSORS)
     return call.resources.create(
         resource_name(f"{request.parent}/indexes", request.index_id, "index_id"),
@@ -244,9 +278,10 @@ def finish_build(request: apex_pb2.BuildIndexRequest, state: Mapping[str, Any], 
             surrogate=request.surrogate,
             properties=index.table.names,
             reconstruction=[apex_pb2.Reconstruction(property=name, r2=r2) for name, r2 in index.reconstruction.items()],
-            contribution_bytes=index.table.values.nbytes,
+            contribution_bytes=index.table.values.nbytes + (interactions.factors.nbytes if interactions else 0),
             artifact=ref,
             seed=request.seed,
+            interacting_properties=interactions.names if interactions else (),
         ),
         artifacts=[ref],
         uses=[request.surrogate],

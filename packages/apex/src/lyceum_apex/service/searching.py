@@ -36,7 +36,7 @@ def _query(request: apex_pb2.Query, index: "ApexIndex") -> "Query":
 
     constraints = _constraints(request.constraints, index, "query.constraints")
     weights = _weights(request.objective, index, "query.objective")
-    with fields(lambda field: f"query.{field}"):
+    with fields(lambda field: f"query.{_by_place(field, constraints, weights)}"):
         return Query(
             objective=weights,
             k=request.k,
@@ -64,6 +64,16 @@ def _weights(items: Sequence[apex_pb2.ObjectiveTerm], index: "ApexIndex", field:
         _require_property(item.property, index, found, f"{field}[{i}].property")
         found[item.property] = item.weight or 1.0
     return found
+
+
+def _by_place(field: str, constraints: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+    """The request's path for the core's, which has the property for the place: `constraints[logp].lower`."""
+    for kind, names in (("constraints", constraints), ("objective", weights)):
+        for i, name in enumerate(names):
+            place = f"{kind}[{name}]"
+            if field == place or field.startswith(f"{place}."):
+                return f"{kind}[{i}]" + (field[len(place) :] if kind == "constraints" else ".weight")
+    return field
 
 
 def _require_property(name: str, index: "ApexIndex", found: Mapping[str, Any], field: str) -> None:
@@ -230,7 +240,7 @@ def count_matches(request: apex_pb2.CountMatchesRequest, call: Call) -> apex_pb2
     if request.HasField("min_objective") != bool(weights):
         field = "min_objective" if weights else "objective"
         raise InvalidArgument((field, "objective and min_objective go together; give both or neither"))
-    with fields(lambda field: "min_objective" if field == "cutoff" else field):
+    with fields(lambda field: "min_objective" if field == "cutoff" else _by_place(field, constraints, weights)):
         found = index.count(
             constraints,
             objective=weights or None,
@@ -254,7 +264,7 @@ def score_products(request: apex_pb2.ScoreProductsRequest, call: Call) -> apex_p
             reaction[i], parts = library.parse_name(name, f"products[{i}]")
         synthons[i, : len(parts)] = parts
     values = index.score(reaction, synthons)
-    with fields(lambda field: field):
+    with fields(lambda field: _by_place(field, constraints, {})):
         slack = index.slack(values, constraints)
     return apex_pb2.ScoreProductsResponse(
         values=codec.to_tensor(values), properties=index.table.names, slack=codec.to_tensor(slack)
@@ -270,7 +280,7 @@ def explain_product(request: apex_pb2.ExplainProductRequest, call: Call) -> apex
     with fields(lambda field: field):
         r, s = library.parse_name(request.product, "product")
     names = index.table.names
-    contributions = index.explain(r, s)
+    explained = index.explain(r, s)
     padded = np.array([[*s, *([-1] * (4 - len(s)))]], np.int32)
     (prediction,) = index.score(np.array([r], np.int32), padded)
     try:
@@ -285,12 +295,24 @@ def explain_product(request: apex_pb2.ExplainProductRequest, call: Call) -> apex
                 rgroup=g + 1,
                 synthon_id=library.synthon_ids[leg],
                 smiles=library.smiles[library.leg_smiles[leg]],
-                contributions=dict(zip(names, contributions[g].tolist(), strict=True)),
+                contributions=dict(zip(names, explained.legs[g].tolist(), strict=True)),
             )
         )
+    interactions = index.table.interactions
+    interacting = [] if interactions is None else [names.index(name) for name in interactions.names]
+    pairs = [
+        apex_pb2.PairContribution(
+            first_rgroup=g + 1,
+            second_rgroup=h + 1,
+            contributions={names[c]: float(explained.pairs[g, h, c]) for c in interacting},
+        )
+        for h in range(len(s))
+        for g in range(h if interacting else 0)
+    ]
     return apex_pb2.ExplainProductResponse(
         smiles=smiles,
         legs=legs,
         intercepts=dict(zip(names, index.table.bias.tolist(), strict=True)),
         predictions=dict(zip(names, prediction.tolist(), strict=True)),
+        pairs=pairs,
     )
