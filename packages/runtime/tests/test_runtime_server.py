@@ -130,6 +130,15 @@ def test_every_wrong_field_is_named_with_its_path(served):
     }
 
 
+def test_a_refusal_reaches_a_client_whose_stream_has_just_ended(served):
+    with grpc.insecure_channel(served.target) as channel:
+        collect = channel.stream_unary(f"/{ENTRY.service}/Collect")  # on bytes
+        for _ in range(100):
+            with pytest.raises(grpc.RpcError) as refused:
+                collect(iter([b"\xff" * 50]), timeout=10)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_a_wrong_message_of_a_client_stream_is_named_by_its_index(served):
     requests = iter([testing_pb2.CollectRequest(value=value) for value in (1, 2, -3)])
     with pytest.raises(errors.InvalidArgument) as caught:

@@ -179,6 +179,8 @@ class _Request:
         self.loop = asyncio.get_running_loop()
         self.awaited: concurrent.futures.Future[Any] | asyncio.Task[Any] | None = None
         """What the request waits for on the event loop, if its function runs there."""
+        self.sending: asyncio.Future[None] | None = None
+        """The initial metadata of an answer to a stream, once they are under way."""
         stop.on_set(self._cancel_awaited)
 
     async def single(self, incoming: Any) -> bytes:
@@ -186,8 +188,12 @@ class _Request:
         if self.rpc.client_streaming:
             inbox: Inbox[bytes] = Inbox(self.slot, self.stop)
             work = self._submit(lambda: self._run(iter(inbox), None))
-            async with _filling(inbox, incoming, self._complete):
-                return await work
+            try:
+                async with _filling(inbox, incoming, self._complete):
+                    return await work
+            finally:
+                if self.sending is not None:
+                    await asyncio.wait((self.sending,))
             raise AssertionError  # the block has returned or raised
         if self.rpc.on_loop and len(incoming) <= _LOOP_BYTES:
             return await self._run_on_loop(incoming)
@@ -217,7 +223,9 @@ class _Request:
         if self.rpc.server_streaming:
             await asyncio.sleep(_BREAK_SECONDS)
         else:
-            await self.context.send_initial_metadata(())
+            # Not cancelled half-way: gRPC would not know that they are sent, and the status could not follow.
+            self.sending = asyncio.ensure_future(self.context.send_initial_metadata(()))
+            await asyncio.shield(self.sending)
 
     def _submit(self, work: Callable[[], bytes], *, shared: bool = False) -> "asyncio.Future[bytes]":
         self._refuse_if_draining()
