@@ -56,7 +56,7 @@ def method_package(name, description, uses=("base", "zoo")):
     own = "//packages/" + name + "/**"
     libraries = ["//packages/" + library + "/**" for library in uses]
     # The service, its start, and the tour's client of it.
-    face = [source + file for file in ("/service.py", "/service/**", "/__main__.py", "/bench.py", "/tour.py")]
+    face = [source + file for file in ("/service.py", "/service/**", "/__main__.py", "/bench*.py", "/tour.py")]
     __dependencies_rules__(
         (
             [{"path": path} for path in face],

@@ -1,5 +1,6 @@
 """ApexService over gRPC: answers equal the core's, and each mistake of a caller gets its own error."""
 
+import csv
 import io
 import itertools
 from collections.abc import Iterator
@@ -143,6 +144,151 @@ def test_counts_equal_counting_scored_products(apex: Apex) -> None:
     assert counted.count == str(int(inside.sum()))
     assert counted.fraction == pytest.approx(inside.mean())
     assert 0 < int(counted.count) < len(inside)
+
+
+def test_a_grid_of_counts_equals_counting_each_cell(apex: Apex) -> None:
+    _, values = _scores(apex)
+    request = apex_pb2.CountMatchesRequest(
+        index=apex.index.name,
+        constraints=[apex_pb2.Constraint(property="price", upper=18.0)],
+        objective=[apex_pb2.ObjectiveTerm(property="logp")],
+        min_objective=0.5,
+        grid=[
+            apex_pb2.GridAxis(property="tpsa", values=[40.0, 60.0, 1e6]),
+            apex_pb2.GridAxis(property="price", values=[5.0, 20.0], side=apex_pb2.BOUND_SIDE_LOWER),
+        ],
+    )
+    counted = apex.client.stub.CountMatches(request)
+    inside = (values["price"] <= 18.0) & (values["logp"] >= 0.5)
+    cells = itertools.product([40.0, 60.0, 1e6], [5.0, 20.0])
+    expected = [str(int((inside & (values["tpsa"] <= t) & (values["price"] >= p)).sum())) for t, p in cells]
+    assert list(counted.grid_counts) == expected
+    assert counted.count == str(int(inside.sum()))
+    assert expected[4] != "0"
+
+
+def test_a_distribution_equals_that_of_scored_products(apex: Apex) -> None:
+    _, values = _scores(apex)
+    inside = values["price"] <= 15.0
+    logp = np.sort(values["logp"][inside])
+    request = apex_pb2.DescribeDistributionRequest(
+        index=apex.index.name,
+        objective=[apex_pb2.ObjectiveTerm(property="logp")],
+        constraints=[apex_pb2.Constraint(property="price", upper=15.0)],
+        bins=7,
+        quantiles=[0.0, 0.25, 1.0],
+        values=[float(logp[10])],
+    )
+    found = apex.client.stub.DescribeDistribution(request)
+    assert (found.count, found.product_count) == (str(len(logp)), str(len(inside)))
+    assert (found.minimum, found.maximum) == (logp[0], logp[-1])
+    assert [int(number) for number in found.bin_counts] == np.histogram(logp, np.array(found.bin_edges))[0].tolist()
+    assert list(found.quantiles) == [logp[0], logp[-(-len(logp) // 4) - 1], logp[-1]]
+    assert list(found.at_least_counts) == [str(int((logp >= logp[10]).sum()))]
+    request.constraints[0].upper = -1.0
+    nothing = apex.client.stub.DescribeDistribution(request)
+    assert (nothing.count, list(nothing.quantiles), nothing.HasField("minimum")) == ("0", [], False)
+
+
+def test_quotas_bound_how_often_a_synthon_is_among_the_hits(apex: Apex) -> None:
+    rows, summary = apex.search(_query(9, quotas=apex_pb2.Quotas(max_per_synthon=2)), omit_smiles=True)
+    everything, _ = apex.search(_query(len(ACIDS) * len(AMINES)), omit_smiles=True)
+    kept: list[object] = []
+    used: dict[str, int] = {}
+    for row in everything:
+        synthons = str(row["product"]).split("~")[1:]
+        if len(kept) < 9 and all(used.get(synthon, 0) < 2 for synthon in synthons):
+            kept.append(row["product"])
+            used.update({synthon: used.get(synthon, 0) + 1 for synthon in synthons})
+    assert [row["product"] for row in rows] == kept
+    assert summary.hit_count == 9
+
+
+def test_a_synthon_filter_restricts_searches_counts_and_distributions(apex: Apex) -> None:
+    names, values = _scores(apex)
+    cheap = apex_pb2.SynthonFilter(columns=[apex_pb2.ColumnBound(column="price", upper=5.0)])
+    usable = [
+        i
+        for i, name in enumerate(names)
+        if all(float(part[1:]) + {"a": 1.5, "b": 2.25}[part[0]] <= 5.0 for part in name.split("~")[1:])
+    ]
+    rows, summary = apex.search(_query(100, synthon_filter=cheap), omit_smiles=True)
+    assert {str(row["product"]) for row in rows} == {names[i] for i in usable}
+    assert summary.product_count == str(len(usable))
+    stub, index = apex.client.stub, apex.index.name
+    assert stub.CountMatches(apex_pb2.CountMatchesRequest(index=index, synthon_filter=cheap)).count == str(len(usable))
+    described = stub.DescribeDistribution(
+        apex_pb2.DescribeDistributionRequest(
+            index=index, objective=[apex_pb2.ObjectiveTerm(property="logp")], synthon_filter=cheap
+        )
+    )
+    assert described.maximum == values["logp"][usable].max()
+    nothing = apex_pb2.SynthonFilter(forbidden_reactions=["amide"])
+    assert apex.search(_query(5, synthon_filter=nothing))[0] == []
+
+
+def test_a_search_writes_csv_that_reads_back_as_the_same_hits(apex: Apex) -> None:
+    request = apex_pb2.StartSearchRequest(index=apex.index.name, query=_query(30), format=apex_pb2.HITS_FORMAT_CSV)
+    result = apex.client.wait(apex.client.stub.StartSearch(request), apex_pb2.SearchResult)
+    text = apex.client.read(result.hits.artifact).decode()
+    assert result.hits.artifact.media_type == "text/csv"
+    assert text.count("\r\n") == 31
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    expected, _ = apex.search(_query(30))
+    assert [[*row] for row in rows] == [[*row] for row in expected]
+    assert [{k: v if k in ("product", "smiles") else float(v) for k, v in row.items()} for row in rows] == expected
+    request.query.synthon_filter.forbidden_reactions.append("amide")
+    for file_format, header in (
+        (apex_pb2.HITS_FORMAT_CSV, b"product,smiles,objective"),
+        (apex_pb2.HITS_FORMAT_PARQUET, b"PAR1"),
+    ):
+        request.format = file_format
+        result = apex.client.wait(apex.client.stub.StartSearch(request), apex_pb2.SearchResult)
+        assert result.hits.row_count == 0
+        assert apex.client.read(result.hits.artifact).startswith(header)
+
+
+def test_csv_quotes_what_rfc_4180_says() -> None:
+    import pyarrow as pa
+
+    from lyceum_apex.service.searching import _csv
+
+    table = pa.table({"product": ['a,b~"c"', "plain"], "smiles": [None, "CC"], "objective": [0.1, 1e-300]})
+    assert _csv(table, header=True) == b'product,smiles,objective\r\n"a,b~""c""",,0.1\r\nplain,CC,1e-300\r\n'
+    assert _csv(table.slice(1), header=False) == b"plain,CC,1e-300\r\n"
+
+
+@pytest.mark.parametrize(
+    ("synthons", "field"),
+    [
+        ({"columns": [apex_pb2.ColumnBound(column="mass", upper=1.0)]}, "columns[0].column"),
+        ({"columns": [apex_pb2.ColumnBound(column="price", upper=1.0)] * 2}, "columns[1].column"),
+        ({"columns": [apex_pb2.ColumnBound(column="price", lower=2.0, upper=1.0)]}, "columns[0]"),
+        ({"columns": [apex_pb2.ColumnBound(column="price", upper=1e200)]}, "columns[0].upper"),
+        ({"allowed_reactions": ["amide", "none"]}, "allowed_reactions[1]"),
+        ({"forbidden_reactions": ["none"]}, "forbidden_reactions[0]"),
+    ],
+)
+def test_a_bad_filter_names_its_field(apex: Apex, synthons: dict[str, object], field: str) -> None:
+    chosen = apex_pb2.SynthonFilter(**synthons)  # type: ignore[arg-type]
+    stub, index = apex.client.stub, apex.index.name
+    with pytest.raises(InvalidArgument) as caught:
+        apex.search(_query(synthon_filter=chosen))
+    assert [violated for violated, _ in caught.value.violations] == [f"query.synthon_filter.{field}"]
+    with pytest.raises(InvalidArgument) as caught:
+        stub.CountMatches(apex_pb2.CountMatchesRequest(index=index, synthon_filter=chosen))
+    assert [violated for violated, _ in caught.value.violations] == [f"synthon_filter.{field}"]
+
+
+def test_a_bad_grid_names_its_field(apex: Apex) -> None:
+    stub, index = apex.client.stub, apex.index.name
+    wide = [apex_pb2.GridAxis(property="logp", values=range(40)), apex_pb2.GridAxis(property="tpsa", values=range(26))]
+    unknown = [apex_pb2.GridAxis(property="qed", values=[1.0])]
+    huge = [apex_pb2.GridAxis(property="logp", values=[0.0, 1e200])]
+    for grid, field in ((wide, "grid"), (unknown, "grid[0].property"), (huge, "grid[0].values[1]")):
+        with pytest.raises(InvalidArgument) as caught:
+            stub.CountMatches(apex_pb2.CountMatchesRequest(index=index, grid=grid))
+        assert [violated for violated, _ in caught.value.violations] == [field]
 
 
 def test_exact_columns_are_exact(apex: Apex) -> None:

@@ -61,6 +61,23 @@ def test_thrombin_scores_every_product_of_its_reagents():
     assert all(math.isfinite(score) for score in scores.values())
 
 
+def test_dockstring_has_58_receptors_each_with_a_box_of_30_angstroms():
+    folder = lyceum_zoo.path("dockstring")
+    targets = {file.name.removesuffix("_conf.txt") for file in folder.glob("*_conf.txt")}
+    assert targets == {file.name.removesuffix("_target.pdbqt") for file in folder.glob("*_target.pdbqt")}
+    assert len(targets) == 58
+    assert targets >= {"PARP1", "MET", "DRD2", "F10", "ESR1"}
+    sizes = {}
+    for target in targets:
+        lines = (folder / f"{target}_conf.txt").read_text().splitlines()
+        values = {key.strip(): float(value) for key, _, value in (line.partition("=") for line in lines if line)}
+        assert list(values) == [f"{what}_{axis}" for what in ("center", "size") for axis in "xyz"]
+        sizes[target] = [values[f"size_{axis}"] for axis in "xyz"]
+        atoms = (folder / f"{target}_target.pdbqt").read_text().splitlines()
+        assert sum(line.startswith(("ATOM", "HETATM")) for line in atoms) > 1_000
+    assert {target: size for target, size in sizes.items() if size != [30, 30, 30]} == {"DRD2": [30, 30, 32]}
+
+
 def test_describe_names_source_licence_and_files():
     text = lyceum_zoo.describe("thrombin")
     assert "from chem-tactics==1.2.0 (3,600,736 bytes), licence MIT" in text
@@ -75,12 +92,12 @@ def test_the_command_fetches_and_prints_folders():
 
 def test_the_command_answers_an_unknown_name_with_one_line_and_status_1(capsys):
     assert main(["fetch", "nope"]) == 1
-    assert capsys.readouterr() == ("", "error: unknown zoo entry 'nope'; known: real1m, thrombin\n")
+    assert capsys.readouterr() == ("", "error: unknown zoo entry 'nope'; known: dockstring, real1m, thrombin\n")
 
 
 def test_the_command_lists_the_entries(capsys):
     assert main(["list"]) == 0
-    assert capsys.readouterr().out.startswith("real1m: A combinatorial synthesis space")
+    assert capsys.readouterr().out.startswith("dockstring: 58 protein targets")
 
 
 def test_importing_the_package_loads_neither_rich_nor_numpy():

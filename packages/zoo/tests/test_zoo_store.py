@@ -326,7 +326,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 
 def test_unknown_names_and_files_are_answered_with_the_known_ones():
-    with pytest.raises(ZooError, match=r"unknown zoo entry 'thrombine'; known: real1m, thrombin"):
+    with pytest.raises(ZooError, match=r"unknown zoo entry 'thrombine'; known: dockstring, real1m, thrombin"):
         lyceum_zoo.path("thrombine")
     with pytest.raises(ZooError, match=r"has no file 'x'; it has: acids.smi"):
         lyceum_zoo.path("thrombin", "x")

@@ -9,14 +9,20 @@ objective also has a pair term of standard deviation 1, beside legs of the same.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from lyceum_apex.bench_docking import docking
+from lyceum_apex.bench_recall import recall
 from lyceum_apex.contributions import ContributionTable, Interactions
 from lyceum_apex.counting import count
-from lyceum_apex.query import Bounds, Engine, Hits, Query
+from lyceum_apex.grids import Axis, count_grid
+from lyceum_apex.quantiles import describe
+from lyceum_apex.quantized import search_quantized
+from lyceum_apex.query import Bounds, Engine, Hits, Query, Quotas
 from lyceum_apex.search import search
 from lyceum_runtime.bench_report import Row, report, save, show
 
@@ -25,7 +31,7 @@ NAMES = ("objective", "correlated", "p2", "p3", "p4")
 FOUR: dict[str, Bounds] = dict.fromkeys(NAMES[1:], (None, 0.5))
 BRUTE_LARGEST = 10**8  # numpy then holds 0.8 GB a column
 RANK = 4
-PACKAGES = ("numba", "numpy")
+PACKAGES = ("meeko", "numba", "numpy", "rdkit", "vina")
 T = TypeVar("T")
 
 
@@ -36,10 +42,11 @@ def run(case: str | None, quick: bool, out_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: no such case.
     """
-    if case is not None and case not in CASES:
-        raise ValueError(f"no case {case!r}; there are {', '.join(CASES)}")
+    cases: dict[str, Callable[[bool], Iterator[Row]]] = {**CASES, "recall": partial(recall, out_dir=out_dir)}
+    if case is not None and case not in cases:
+        raise ValueError(f"no case {case!r}; there are {', '.join(cases)}")
     _warm()
-    rows = [row for name, measure in CASES.items() if case in (None, name) for row in measure(quick)]
+    rows = [row for name, measure in cases.items() if case in (None, name) for row in measure(quick)]
     results = report("apex", rows, seed=SEED, quick=quick, sizes={"constraints": len(FOUR)}, packages=PACKAGES)
     show(results)
     save(results, out_dir)
@@ -138,12 +145,62 @@ def fidelity(quick: bool) -> Iterator[Row]:
             yield Row(where, "R2 against the surrogate", r2, unit="", context=context)
 
 
+def distribution(quick: bool) -> Iterator[Row]:
+    """Histograms and quantiles over all products, and counts for many bounds at once."""
+    side = 1_000 if quick else 10_000
+    table = gaussian_library(((side, side),))
+    axis = Axis("p2", tuple(np.linspace(-3, 3, 100).tolist()))
+    for constraints in ({}, FOUR):
+        where = f"{table.product_count:.0e} products, {len(constraints)} constraints"
+        for name, work in (
+            ("histogram of 100 bins", lambda c: describe(table, "objective", c, bins=100)),
+            ("median", lambda c: describe(table, "objective", c, quantiles=[0.5])),
+            ("counts for 100 bounds", lambda c: count_grid(table, [axis], c)),
+        ):
+            _, seconds = _timed(lambda w=work, c=constraints: w(c))  # type: ignore[misc]
+            _, single = _timed(lambda c=constraints: count(table, c, objective="objective", cutoff=0.0))  # type: ignore[misc]
+            yield Row(f"{name}, {where}", "time", seconds, unit="s", context=f"one count {single:.3f} s")
+
+
+def quotas(quick: bool) -> Iterator[Row]:
+    """Diverse hits beside the plain ones."""
+    side = 10_000 if quick else 100_000
+    table = gaussian_library(((side, side),))
+    plain, plain_seconds = _timed(lambda: _search(table, 1000, FOUR))
+    for most in (1, 10):
+        query = Query(objective="objective", k=1000, constraints=FOUR, quotas=Quotas(max_per_synthon=most))
+        hits, seconds = _timed(lambda q=query: search(table, q))  # type: ignore[misc]
+        where = f"{table.product_count:.0e} products, 4 constraints, k=1,000, at most {most} of a synthon"
+        worst = f"1,000th objective {hits.objective[-1]:.2f}, without quotas {plain.objective[-1]:.2f}"
+        yield Row(where, "time", seconds, unit="s", context=f"without quotas {plain_seconds:.3f} s; {worst}")
+
+
+def quantized(quick: bool) -> Iterator[Row]:
+    """A full scan that looks at 8 bits first, beside the float64 scan and the pruned engine; k = 1,000."""
+    for products in (10**6, 10**7) if quick else (10**6, 10**7, BRUTE_LARGEST):
+        side = round(products**0.5)
+        table = gaussian_library(((side, side),))
+        for constraints in ({}, FOUR):
+            where = f"{products:.0e} products, {len(constraints)} constraints"
+            query = Query(objective="objective", k=1000, constraints=constraints)
+            hits, seconds = _timed(lambda t=table, q=query: search_quantized(t, q))  # type: ignore[misc]
+            brute, brute_seconds = _timed(lambda t=table, c=constraints: _search(t, 1000, c, "brute"))  # type: ignore[misc]
+            _, pruned_seconds = _timed(lambda t=table, c=constraints: _search(t, 1000, c))  # type: ignore[misc]
+            np.testing.assert_array_equal(brute.synthons, hits.synthons)
+            context = f"8 bits {seconds:.3f} s, survivors {_touched(hits):.1e}; pruned {pruned_seconds:.3f} s"
+            yield Row(where, "brute force over 8 bits, time", brute_seconds / seconds, context=context)
+
+
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "engines": engines,
     "large": large,
     "counting": counting,
     "interactions": interactions,
+    "distribution": distribution,
+    "quotas": quotas,
+    "quantized": quantized,
     "fidelity": fidelity,
+    "docking": docking,
 }
 """What `--case` takes."""
 
@@ -188,6 +245,8 @@ def _warm() -> None:
         _search(table, 5, FOUR)
         _search(table, 5, FOUR, "brute")
         count(table, {**FOUR, "objective": (0.0, None)})
+        describe(table, "objective", FOUR, bins=2, quantiles=[0.5])
+    search_quantized(small, Query(objective="objective", k=5, constraints=FOUR))
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

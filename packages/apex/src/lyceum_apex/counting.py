@@ -59,7 +59,7 @@ def count(
     query = Query(
         objective=table.names[0] if objective is None else objective, k=1, maximize=maximize, constraints=constraints
     )
-    problem = _bounded(make_problem(table, query.weights, maximize, constraints), cutoff)
+    problem = bounded(make_problem(table, query.weights, maximize, constraints), cutoff)
 
     def check() -> None:
         if should_stop is not None and should_stop():
@@ -94,7 +94,7 @@ def count(
     return CountResult(inside, roots.products, touched)
 
 
-def _bounded(problem: Problem, cutoff: float | None) -> Problem:
+def bounded(problem: Problem, cutoff: float | None) -> Problem:
     """Columns that have a bound, the objective among them when there is a cutoff; without any, column 0 stays, open."""
     lower = problem.lower.copy()
     if cutoff is not None:

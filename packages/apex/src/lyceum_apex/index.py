@@ -25,6 +25,9 @@ from lyceum_base import ShouldStop, decode_state, encode_state, run_to_end
 
 if TYPE_CHECKING:
     from lyceum_apex.factorizer import Factorizer
+    from lyceum_apex.filters import SynthonFilter
+    from lyceum_apex.grids import Axis
+    from lyceum_apex.quantiles import Distribution
     from lyceum_apex.surrogate import Probe, Surrogate
 
 FloatArray = npt.NDArray[np.float64]
@@ -150,6 +153,16 @@ class ApexIndex:
             ),
         )
 
+    def restricted(self, library: SynthonLibrary, synthons: "SynthonFilter") -> Self:
+        """The index without the products that a filter leaves out. Raises QueryError; VersionError for another
+        library."""
+        if library.fingerprint != self.library:
+            raise VersionError("the index was built for another library; give its own")
+        used = synthons.mask(library)
+        if self.table.available is not None:
+            used &= self.table.available
+        return replace(self, table=self.table.with_availability(used))
+
     # --- questions ---------------------------------------------------------------------------------------------------
 
     def search(self, query: Query, *, should_stop: ShouldStop | None = None, threads: int | None = None) -> Hits:
@@ -182,6 +195,45 @@ class ApexIndex:
             should_stop=should_stop,
             threads=threads,
         )
+
+    def describe(
+        self,
+        objective: str | Mapping[str, float],
+        constraints: Mapping[str, Bounds] | None = None,
+        *,
+        bins: int = 0,
+        quantiles: Sequence[float] = (),
+        values: Sequence[float] = (),
+        should_stop: ShouldStop | None = None,
+        threads: int | None = None,
+    ) -> "Distribution":
+        """Quantiles, histogram and ranks of values of an objective: see `lyceum_apex.quantiles`."""
+        from lyceum_apex.quantiles import describe
+
+        return describe(
+            self.table,
+            objective,
+            constraints,
+            bins=bins,
+            quantiles=quantiles,
+            values=values,
+            should_stop=should_stop,
+            threads=threads,
+        )
+
+    def count_grid(
+        self,
+        axes: Sequence["Axis"],
+        constraints: Mapping[str, Bounds] | None = None,
+        *,
+        minimum: tuple[Mapping[str, float], float] | None = None,
+        should_stop: ShouldStop | None = None,
+        threads: int | None = None,
+    ) -> list[int]:
+        """Counts for every combination of alternative bounds: see `lyceum_apex.grids`."""
+        from lyceum_apex.grids import count_grid
+
+        return count_grid(self.table, axes, constraints, minimum=minimum, should_stop=should_stop, threads=threads)
 
     def score(self, r: npt.ArrayLike, s: npt.ArrayLike) -> FloatArray:
         """Properties [n, P] of products r [n], s [n, 4] (-1 pads)."""

@@ -189,7 +189,7 @@ def largest_norms(forest: Any, start: Any, width: int, norm: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _range(forest: Any, columns: Any, pairs: Any, tuple_: Any, c: int) -> Any:
+def column_range(forest: Any, columns: Any, pairs: Any, tuple_: Any, c: int) -> Any:
     """Smallest and largest value of column c over a node tuple, pair terms included."""
     size, width, low, high = columns.bias.size, pairs.width, forest.low, forest.high
     first, last = pairs.start[c], pairs.start[c + 1]
@@ -225,11 +225,11 @@ def _bound_pairs(forest: Any, columns: Any, pairs: Any, tuple_: Any) -> Any:
     violation = 0.0
     d = columns.lower.size
     for c in range(1, d):
-        least, most = _range(forest, columns, pairs, tuple_, c)
+        least, most = column_range(forest, columns, pairs, tuple_, c)
         violation += (max(columns.lower[c] - most, 0.0) + max(least - columns.upper[c], 0.0)) * columns.weight[c]
-    objective = _range(forest, columns, pairs, tuple_, 0)[1]
+    objective = column_range(forest, columns, pairs, tuple_, 0)[1]
     if violation == 0.0 and d < columns.bias.size:
-        objective = min(objective, _range(forest, columns, pairs, tuple_, d)[1])
+        objective = min(objective, column_range(forest, columns, pairs, tuple_, d)[1])
     return violation, objective
 
 
@@ -359,7 +359,7 @@ def _scan_tuple(forest: Any, columns: Any, threshold: Any, tuple_: Any, lane: An
 
 
 @njit(cache=True, nogil=True)
-def _add_leg(columns: Any, pairs: Any, at: Any, slot: int, prefix: Any, last: int) -> Any:
+def add_leg(columns: Any, pairs: Any, at: Any, slot: int, prefix: Any, last: int) -> Any:
     """prefix[slot] = prefix[last], the sums over the slots before (the bias for -1), plus leg at[slot] and its pair
     terms with the legs before. Returns the row of `prefix` with the sums: `last` if the leg is the neutral one."""
     size, width, legs = columns.bias.size, pairs.width, pairs.legs
@@ -377,7 +377,7 @@ def _add_leg(columns: Any, pairs: Any, at: Any, slot: int, prefix: Any, last: in
 
 
 @njit(cache=True, nogil=True)
-def _with_pairs(forest: Any, pairs: Any, at: Any, node: int, c: int, size: int, least: float, most: float) -> Any:
+def with_pairs(forest: Any, pairs: Any, at: Any, node: int, c: int, size: int, least: float, most: float) -> Any:
     """The range least..most of column c along a leaf of slot 3, widened by the pair terms with the legs `at`."""
     legs, low, high, width = pairs.legs, forest.low, forest.high, pairs.width
     for g in range(3):
@@ -391,7 +391,7 @@ def _with_pairs(forest: Any, pairs: Any, at: Any, node: int, c: int, size: int, 
 
 
 @njit(cache=True, nogil=True)
-def _row_values(
+def row_values(
     points: Any, columns: Any, pairs: Any, row: Any, at: Any, begin: int, end: int, c: int, out: Any
 ) -> None:
     """Values of column c along a row of products, legs begin..end of slot 3."""
@@ -425,7 +425,7 @@ def _scan_row_pairs(
 ) -> Any:
     """`_scan_row` of columns with pair terms: the row's sums are formed first."""
     values = lane.values
-    _row_values(points, columns, pairs, row, at, begin, end, 0, values[0])
+    row_values(points, columns, pairs, row, at, begin, end, 0, values[0])
     if threshold.violation == 0.0:  # only feasible products that reach the objective matter: mostly none in a row
         candidates = 0
         for j in range(end - begin):
@@ -433,7 +433,7 @@ def _scan_row_pairs(
         if candidates == 0:
             return found
     for c in range(1, columns.lower.size):
-        _row_values(points, columns, pairs, row, at, begin, end, c, values[c])
+        row_values(points, columns, pairs, row, at, begin, end, c, values[c])
     return _scan_row(values, ids[begin:end], 0, end - begin, lane.zero, columns, threshold, product, lane, found)
 
 
@@ -450,22 +450,22 @@ def _scan_tuple_pairs(forest: Any, columns: Any, pairs: Any, threshold: Any, tup
     touched = 0
     for i0 in range(forest.begin[tuple_[1]], forest.end[tuple_[1]]):
         product[1], at[0] = ids[i0], i0
-        first = _add_leg(columns, pairs, at, 0, prefix, -1)
+        first = add_leg(columns, pairs, at, 0, prefix, -1)
         for i1 in range(forest.begin[tuple_[2]], forest.end[tuple_[2]]):
             product[2], at[1] = ids[i1], i1
-            second = _add_leg(columns, pairs, at, 1, prefix, first)
+            second = add_leg(columns, pairs, at, 1, prefix, first)
             for i2 in range(forest.begin[tuple_[3]], forest.end[tuple_[3]]):
                 product[3], at[2] = ids[i2], i2
-                row = _add_leg(columns, pairs, at, 2, prefix, second)
+                row = add_leg(columns, pairs, at, 2, prefix, second)
                 if threshold.violation == 0.0 and d < size:  # of use for feasible products only, but often all it takes
                     total = prefix[row, d]
-                    most = _with_pairs(forest, pairs, at, n3, d, size, total + low[d], total + high[d])[1]
+                    most = with_pairs(forest, pairs, at, n3, d, size, total + low[d], total + high[d])[1]
                     if most < threshold.objective:
                         continue
                 violation = 0.0
                 for c in range(1, d):
                     total = prefix[row, c]
-                    least, most = _with_pairs(forest, pairs, at, n3, c, size, total + low[c], total + high[c])
+                    least, most = with_pairs(forest, pairs, at, n3, c, size, total + low[c], total + high[c])
                     violation += (max(columns.lower[c] - most, 0.0) + max(least - columns.upper[c], 0.0)) * (
                         columns.weight[c]
                     )
@@ -476,7 +476,7 @@ def _scan_tuple_pairs(forest: Any, columns: Any, pairs: Any, threshold: Any, tup
                     left, middle = begin, begin  # the first product first: mostly even that falls short
                     while left < stop:
                         total = prefix[row, 0] + points[0, middle]
-                        most = _with_pairs(forest, pairs, at, n3, 0, size, total, total)[1]
+                        most = with_pairs(forest, pairs, at, n3, 0, size, total, total)[1]
                         if most < threshold.objective:
                             stop = middle
                         else:
@@ -623,9 +623,9 @@ def scan_range(
         index += 1
         if pairs is not None:
             at[0], at[1], at[2] = i0, i1, i2
-            done = _add_leg(columns, pairs, at, 0, lane.prefix, -1)
-            done = _add_leg(columns, pairs, at, 1, lane.prefix, done)
-            sums = lane.prefix[_add_leg(columns, pairs, at, 2, lane.prefix, done)]
+            done = add_leg(columns, pairs, at, 0, lane.prefix, -1)
+            done = add_leg(columns, pairs, at, 1, lane.prefix, done)
+            sums = lane.prefix[add_leg(columns, pairs, at, 2, lane.prefix, done)]
             found = _scan_row_pairs(points, ids, start, stop, sums, at, columns, pairs, threshold, product, lane, found)
             continue
         for c in range(size):
@@ -667,7 +667,7 @@ def count_below(
                 most = (((columns.bias[c] + high[n0, c]) + high[n1, c]) + high[n2, c]) + high[n3, c]
                 least = (((columns.bias[c] + low[n0, c]) + low[n1, c]) + low[n2, c]) + low[n3, c]
             else:
-                least, most = _range(forest, columns, pairs, current, c)
+                least, most = column_range(forest, columns, pairs, current, c)
             empty |= (most < columns.lower[c]) | (least > columns.upper[c])
             whole &= (least >= columns.lower[c]) & (most <= columns.upper[c])
         if empty:
@@ -758,13 +758,13 @@ def _count_tuple_pairs(forest: Any, columns: Any, pairs: Any, tuple_: Any, prefi
     inside: Any = np.int64(0)
     for i0 in range(forest.begin[tuple_[1]], forest.end[tuple_[1]]):
         at[0] = i0
-        first = _add_leg(columns, pairs, at, 0, prefix, -1)
+        first = add_leg(columns, pairs, at, 0, prefix, -1)
         for i1 in range(forest.begin[tuple_[2]], forest.end[tuple_[2]]):
             at[1] = i1
-            second = _add_leg(columns, pairs, at, 1, prefix, first)
+            second = add_leg(columns, pairs, at, 1, prefix, first)
             for i2 in range(forest.begin[tuple_[3]], forest.end[tuple_[3]]):
                 at[2] = i2
-                row = _add_leg(columns, pairs, at, 2, prefix, second)
+                row = add_leg(columns, pairs, at, 2, prefix, second)
                 inside += _count_row_pairs(forest, columns, pairs, tuple_[4], prefix[row], at, fine, value)
     return inside
 
@@ -778,12 +778,12 @@ def _count_row_pairs(forest: Any, columns: Any, pairs: Any, node: int, row: Any,
     for c in range(columns.bias.size):
         lower, upper = columns.lower[c], columns.upper[c]
         least, most = row[c] + forest.low[node, c], row[c] + forest.high[node, c]
-        least, most = _with_pairs(forest, pairs, at, node, c, columns.bias.size, least, most)
+        least, most = with_pairs(forest, pairs, at, node, c, columns.bias.size, least, most)
         if most < lower or least > upper:
             return 0
         if least >= lower and most <= upper:
             continue
-        _row_values(forest.points, columns, pairs, row, at, begin, end, c, value)
+        row_values(forest.points, columns, pairs, row, at, begin, end, c, value)
         for j in range(end - begin):
             fine[j] &= np.int64(value[j] >= lower) & np.int64(value[j] <= upper)
     count = 0

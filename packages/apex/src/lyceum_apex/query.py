@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,26 @@ from lyceum_apex.errors import FieldError
 from lyceum_apex.pairs import Factors, joined, weighted
 
 Bounds = tuple[float | None, float | None]
-Engine = Literal["pruned", "brute"]
+Engine = Literal["pruned", "brute", "triton"]
 
 
 class QueryError(FieldError):
     """A query that cannot be answered; `field` is the path of the culprit, e.g. `constraints[logp].lower`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quotas:
+    """Diversity: a product is passed over if a synthon of its (one of its reaction's R-group), or its reaction, has
+    been taken so often. None for no limit. Raises QueryError."""
+
+    max_per_synthon: int | None = None
+    max_per_reaction: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_per_synthon", "max_per_reaction"):
+            most = getattr(self, name)
+            if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+                raise QueryError(f"quotas.{name}", f"{most!r}; a quota is an integer of at least 1, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +57,9 @@ class Query:
         maximize: whether large objectives are good.
         k: number of products wanted, at least 1; a library with fewer products returns them all.
         constraints: (lower, upper) by property name, each end inclusive and None when open.
-        engine: `pruned` skips blocks that provably hold no hit, `brute` scans all; the answers are identical.
+        engine: `pruned` skips blocks that provably hold no hit, `brute` scans all, `triton` is for a GPU; the answers
+            are identical.
+        quotas: limits on hits with the same synthon or reaction: see `lyceum_apex.quotas`.
 
     Raises:
         QueryError: on construction for numbers that make no sense; unknown names are found when a table is at hand.
@@ -53,6 +70,7 @@ class Query:
     maximize: bool = True
     constraints: Mapping[str, Bounds] = field(default_factory=dict)
     engine: Engine = "pruned"
+    quotas: Quotas | None = None
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -64,8 +82,8 @@ class Query:
                 )
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise QueryError("k", f"{self.k!r}; k is an integer of at least 1")
-        if self.engine not in ("pruned", "brute"):
-            raise QueryError("engine", f"{self.engine!r}; engines are 'pruned' and 'brute'")
+        if self.engine not in get_args(Engine):
+            raise QueryError("engine", f"{self.engine!r}; engines are {', '.join(map(repr, get_args(Engine)))}")
         check_constraints(self.constraints)
 
     @property

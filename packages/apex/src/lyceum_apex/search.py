@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from time import monotonic
 
 import numpy as np
@@ -15,12 +16,13 @@ from numpy.typing import NDArray
 from lyceum_apex.brute import iter_brute
 from lyceum_apex.contributions import MAX_RGROUPS, ContributionTable
 from lyceum_apex.dual import with_dual_column
-from lyceum_apex.forest import grow_forest, make_pairs, make_spans, product_counts, slots
+from lyceum_apex.forest import Spans, grow_forest, make_pairs, make_spans, product_counts, slots
 from lyceum_apex.kernels import Columns
 from lyceum_apex.lanes import Tick, thread_pool
 from lyceum_apex.pruned import iter_pruned
 from lyceum_apex.query import (
     Hits,
+    Problem,
     Query,
     QueryError,
     SearchProgress,
@@ -29,6 +31,7 @@ from lyceum_apex.query import (
     queried_properties,
     rank,
 )
+from lyceum_apex.quotas import iter_within_quotas
 from lyceum_apex.topk import TopK
 from lyceum_base.checkpoint import Stopped
 
@@ -73,6 +76,16 @@ def iter_search(
         Stopped: `should_stop()` returned True.
     """
     start = monotonic()
+    if query.quotas is not None:
+
+        def without_quotas(table: ContributionTable, query: Query) -> Iterator[SearchProgress | Hits]:
+            left = None if max_seconds is None else max(max_seconds - (monotonic() - start), 0.0)
+            return iter_search(
+                table, query, reactions=reactions, should_stop=should_stop, threads=threads, max_seconds=left
+            )
+
+        yield from iter_within_quotas(table, query, query.quotas, without_quotas)
+        return
 
     def check() -> None:
         if should_stop is not None and should_stop():
@@ -91,6 +104,8 @@ def iter_search(
         check()
         if query.engine == "brute":
             rounds = iter_brute(spans, shard, columns, top, pool)
+        elif query.engine == "triton":
+            rounds = _triton(spans, shard, columns, top)
         else:
             spans, columns = with_dual_column(spans, columns, shard, query.k)
             forest, roots = grow_forest(table, spans, pool, check)
@@ -105,6 +120,21 @@ def iter_search(
             if max_seconds is not None and seconds > max_seconds and tick.pending:
                 complete = False
                 break
+    yield ranked_hits(table, query, problem, top, tick, total, blocks, complete, monotonic() - start)
+
+
+def ranked_hits(
+    table: ContributionTable,
+    query: Query,
+    problem: Problem,
+    top: TopK,
+    tick: Tick,
+    total: int,
+    blocks: int,
+    complete: bool,
+    seconds: float,
+) -> Hits:
+    """What an engine has found, in order, with all queried properties."""
     key, product = top.result()
     order = rank(key[:, 0], key[:, 1], product)
     key, product = key[order], product[order]
@@ -117,9 +147,9 @@ def iter_search(
         block_pairs_total=blocks,
         block_pairs_visited=tick.visited,
         threshold=float(objective[-1]) if len(objective) else float("nan"),
-        seconds=monotonic() - start,
+        seconds=seconds,
     )
-    yield Hits(reaction, synthons, objective, 0.0 - key[:, 0], properties, names, complete, stats)
+    return Hits(reaction, synthons, objective, 0.0 - key[:, 0], properties, names, complete, stats)
 
 
 def merge_hits(table: ContributionTable, query: Query, parts: Sequence[Hits]) -> Hits:
@@ -145,6 +175,15 @@ def merge_hits(table: ContributionTable, query: Query, parts: Sequence[Hits]) ->
     return Hits(
         reaction[order], synthons[order], objective[order], slack[order], properties, parts[0].names, complete, stats
     )
+
+
+def _triton(spans: Spans, reactions: NDArray[np.int32], columns: Columns, top: TopK) -> Iterator[Tick]:
+    """The engine is imported when it is asked for: its package is large and of no use without a GPU."""
+    if find_spec("triton") is None:
+        raise QueryError("engine", "'triton' needs the package triton, not installed here: pip install triton")
+    from lyceum_apex.triton_engine import iter_triton
+
+    return iter_triton(spans, reactions, columns, top)
 
 
 def _checked_reactions(table: ContributionTable, reactions: Sequence[int] | None) -> NDArray[np.int32]:

@@ -49,7 +49,9 @@ def list_operations(
     """List operations."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for server in _servers(service, target):
-        for operation in _pages(server, filter_text, limit):
+        # Servers that share a database list one another's operations.
+        own = f'service = "{server.name}"' if server.name else ""
+        for operation in _pages(server, " AND ".join(term for term in (own, filter_text) if term), limit):
             found.setdefault(operation["name"], (server.name or server.target, operation))
     shown = list(found.values())[:limit]
     if as_json:

@@ -153,6 +153,7 @@ def render(renderable: Any, console: "Console") -> None:
     with wide.capture() as captured:
         wide.print(renderable, crop=False)
     console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    console.file.flush()  # who reads the pipe may wait for just this
 
 
 def tick(good: bool) -> Any:

@@ -132,13 +132,13 @@ class DbosRunner:
         """Forgets an operation with its steps."""
         self._dbos_client().delete_workflow(operation_id)
 
-    def recover(self, executor_id: str) -> None:
-        """Puts what the process `executor_id` was running back into the queues. Safe to repeat, and for several at
-        once.
+    def recover(self, executor_id: str) -> bool:
+        """Puts what the process `executor_id` was running back into the queues; whether there was anything. Safe to
+        repeat, and for several at once.
         """
         from dbos import DBOS
 
-        DBOS._recover_pending_workflows([executor_id])
+        return bool(DBOS._recover_pending_workflows([executor_id]))
 
     def step(self, name: str, function: Callable[[], T]) -> T:
         """Runs one step of the present workflow, or returns what it returned before the process died.

@@ -382,8 +382,9 @@ class OperationsEngine:
     def _adopt(self) -> None:
         with self._lease.dead() as dead:
             for executor_id in dead:
-                logger.info("process %s is gone; its operations are put back into their queues", executor_id)
-                self._runner.recover(executor_id)
+                logger.debug("process %s is gone", executor_id)
+                if self._runner.recover(executor_id):
+                    logger.info("operations of process %s, which is gone, are put back into their queues", executor_id)
             if dead:
                 self._store.abandon(dead)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lyceum_zoo import dockstring
+
 
 class ZooError(Exception):
     """A zoo file cannot be had; the one-line message says why and what to do."""
@@ -112,4 +114,24 @@ _THROMBIN = Entry(
     },
 )
 
-ENTRIES: Mapping[str, Entry] = {entry.name: entry for entry in (_REAL1M, _THROMBIN)}
+_DOCKSTRING = Entry(
+    name="dockstring",
+    distribution="dockstring",
+    version="0.3.4",
+    licence="Apache-2.0",
+    about="58 protein targets prepared for AutoDock Vina, with the box to dock in.",
+    download_size=4_437_461,
+    files={
+        **{
+            name: File(f"dockstring/resources/targets/{name}", sha256, int(size))
+            for sha256, size, name in map(str.split, dockstring.FILES.strip().splitlines())
+        },
+        "LICENSE": File(
+            "dockstring-0.3.4.dist-info/LICENSE",
+            "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30",
+            11_358,
+        ),
+    },
+)
+
+ENTRIES: Mapping[str, Entry] = {entry.name: entry for entry in (_DOCKSTRING, _REAL1M, _THROMBIN)}

@@ -1,7 +1,7 @@
 """ApexService: decode a request, call the core, encode the answer; one module for each part of the API."""
 
 from lyceum.apex.v1 import apex_pb2
-from lyceum_apex.service import building, importing, searching, storing
+from lyceum_apex.service import active, building, describing, importing, searching, storing
 from lyceum_runtime.definition import LongMethod, ServiceDefinition
 
 
@@ -21,9 +21,11 @@ def definition() -> ServiceDefinition:
             "ListIndexes": storing.list_indexes,
             "DeleteIndex": storing.deleter(apex_pb2.Index),
             "SearchLibrary": searching.search_library,
-            "CountMatches": searching.count_matches,
+            "CountMatches": describing.count_matches,
+            "DescribeDistribution": describing.describe_distribution,
             "ScoreProducts": searching.score_products,
             "ExplainProduct": searching.explain_product,
+            "RunActiveSearch": active.run_active_search,
         },
         long_methods={
             "ImportLibrary": LongMethod(

@@ -11,7 +11,7 @@ from lyceum.common.v1 import common_pb2
 from lyceum_apex.service.storing import SAFETENSORS, fields, require_free
 from lyceum_base.checkpoint import Checkpoint
 from lyceum_runtime.definition import Call
-from lyceum_runtime.errors import InvalidArgument
+from lyceum_runtime.errors import FailedPrecondition, InvalidArgument
 from lyceum_runtime.resources import resource_name
 
 MASS = "exact_mw"
@@ -49,9 +49,12 @@ def run_import(
     columns = tuple(request.additive_columns)
     with fields(lambda field: f"{source}.{field}" if source != "zoo" else "zoo"):
         if source == "zoo":
-            from lyceum_zoo import path
+            from lyceum_zoo import ZooError, path
 
-            folder = path(request.zoo)
+            try:
+                folder = path(request.zoo)
+            except ZooError as error:  # no network, a full disk: the server's, and the operator can mend it
+                raise FailedPrecondition(str(error), reason="DATA_UNAVAILABLE", subject=request.zoo) from error
             library = SynthonLibrary.from_tsv(
                 folder / "synthon_space_1M.tsv", folder / "synthon_space_1M.reactions.tsv"
             )

@@ -1,6 +1,9 @@
-"""SearchLibrary, StartSearch, CountMatches, ScoreProducts and ExplainProduct: questions to an index."""
+"""SearchLibrary, StartSearch, ScoreProducts and ExplainProduct: questions to an index about single products."""
 
+import csv
+import io
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ from google.protobuf import json_format
 
 from lyceum.apex.v1 import apex_pb2
 from lyceum.common.v1 import common_pb2
+from lyceum_apex.service.decoding import by_place, constraints_of, load_restricted, query_of
 from lyceum_apex.service.storing import PARQUET, fields, load_index, load_library
 from lyceum_base.checkpoint import Checkpoint, Stopped
 from lyceum_runtime import codec
@@ -19,68 +23,16 @@ from lyceum_runtime.definition import Call
 from lyceum_runtime.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
-    from lyceum_apex.index import ApexIndex
     from lyceum_apex.library import ProductBatch, SynthonLibrary
-    from lyceum_apex.query import Hits, Query
+    from lyceum_apex.query import Hits
 
 STREAM_K = 100_000
 """Most hits of one stream."""
 
+CSV = "text/csv"
+
 _BATCH_ROWS = 1_000
 _PART_ROWS = 20_000
-
-
-def _query(request: apex_pb2.Query, index: "ApexIndex") -> "Query":
-    """The core's query; a property named twice or unknown to the index is refused."""
-    from lyceum_apex.query import Query
-
-    constraints = _constraints(request.constraints, index, "query.constraints")
-    weights = _weights(request.objective, index, "query.objective")
-    with fields(lambda field: f"query.{_by_place(field, constraints, weights)}"):
-        return Query(
-            objective=weights,
-            k=request.k,
-            maximize=request.direction != apex_pb2.DIRECTION_MINIMIZE,
-            constraints=constraints,
-            engine="brute" if request.engine == apex_pb2.ENGINE_BRUTE else "pruned",
-        )
-
-
-def _constraints(
-    items: Sequence[apex_pb2.Constraint], index: "ApexIndex", field: str
-) -> dict[str, tuple[float | None, float | None]]:
-    found: dict[str, tuple[float | None, float | None]] = {}
-    for i, item in enumerate(items):
-        _require_property(item.property, index, found, f"{field}[{i}].property")
-        lower = item.lower if item.HasField("lower") else None
-        upper = item.upper if item.HasField("upper") else None
-        found[item.property] = (lower, upper)
-    return found
-
-
-def _weights(items: Sequence[apex_pb2.ObjectiveTerm], index: "ApexIndex", field: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for i, item in enumerate(items):
-        _require_property(item.property, index, found, f"{field}[{i}].property")
-        found[item.property] = item.weight or 1.0
-    return found
-
-
-def _by_place(field: str, constraints: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
-    """The request's path for the core's, which has the property for the place: `constraints[logp].lower`."""
-    for kind, names in (("constraints", constraints), ("objective", weights)):
-        for i, name in enumerate(names):
-            place = f"{kind}[{name}]"
-            if field == place or field.startswith(f"{place}."):
-                return f"{kind}[{i}]" + (field[len(place) :] if kind == "constraints" else ".weight")
-    return field
-
-
-def _require_property(name: str, index: "ApexIndex", found: Mapping[str, Any], field: str) -> None:
-    if name not in index.table.names:
-        raise InvalidArgument((field, f"{name!r} is not a property of the index: {', '.join(index.table.names)}"))
-    if name in found:
-        raise InvalidArgument((field, f"{name!r} is named twice; name each property once"))
 
 
 def search_library(request: apex_pb2.SearchLibraryRequest, call: Call) -> Iterator[apex_pb2.SearchLibraryResponse]:
@@ -89,9 +41,9 @@ def search_library(request: apex_pb2.SearchLibraryRequest, call: Call) -> Iterat
 
     if request.query.k > STREAM_K:
         raise InvalidArgument(("query.k", f"{request.query.k} hits; a stream has at most {STREAM_K}, use StartSearch"))
-    index = load_index(call, request.index)
+    index = load_restricted(call, request.index, request.query.synthon_filter, "query.synthon_filter")
     library = load_library(call, request.index.partition("/indexes/")[0])
-    query = _query(request.query, index)
+    query = query_of(request.query, index)
     if request.start_index > request.query.k:
         raise InvalidArgument(("start_index", f"{request.start_index} is behind the last hit ({request.query.k})"))
     hits: Hits | None = None
@@ -158,7 +110,7 @@ def _names(library: "SynthonLibrary", batch: "ProductBatch") -> list[str]:
 
 def check_search(request: apex_pb2.StartSearchRequest, call: Call) -> None:
     """The index exists and knows the query's properties."""
-    _query(request.query, load_index(call, request.index))
+    query_of(request.query, load_restricted(call, request.index, request.query.synthon_filter, "query.synthon_filter"))
 
 
 def run_search(
@@ -166,14 +118,13 @@ def run_search(
 ) -> Iterator[Checkpoint]:
     """Stages: search, write. A resumed run searches again, which is fast and finds the same, and goes on writing."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     from lyceum_apex.query import Hits
 
-    index = load_index(call, request.index)
+    index = load_restricted(call, request.index, request.query.synthon_filter, "query.synthon_filter")
     library = load_library(call, request.index.partition("/indexes/")[0])
     hits: Hits | None = None
-    for update in index.iter_search(_query(request.query, index), should_stop=call.should_stop):
+    for update in index.iter_search(query_of(request.query, index), should_stop=call.should_stop):
         if isinstance(update, Hits):
             hits = update
         else:
@@ -181,82 +132,87 @@ def run_search(
     assert hits is not None  # a search ends with hits
     parts: list[str] = list(resume["parts"]) if resume else []
     seconds = float(resume["assembly_seconds"]) if resume else 0.0
-    summary = resume["summary"] if resume else None
-    for start in range(len(parts) * _PART_ROWS, len(hits), _PART_ROWS):
+    csv_wanted = request.format == apex_pb2.HITS_FORMAT_CSV
+    for start in range(
+        len(parts) * _PART_ROWS, max(len(hits), 1), _PART_ROWS
+    ):  # without a hit one part has the columns
         begun = monotonic()
         tables = []
-        for first in range(start, min(start + _PART_ROWS, len(hits)), _BATCH_ROWS):
+        for first in range(start, min(start + _PART_ROWS, max(len(hits), 1)), _BATCH_ROWS):
             end = min(first + _BATCH_ROWS, start + _PART_ROWS)
             tables.append(_table(library, hits, first, end, request.omit_smiles))
             yield Checkpoint(None, stage="write", completed=min(end, len(hits)), total=len(hits))
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.concat_tables(tables), sink)
-        parts.append(call.artifacts.put_bytes(sink.getvalue().to_pybytes(), PARQUET).sha256)
+        table = pa.concat_tables(tables)
+        if csv_wanted:
+            ref = call.artifacts.put_bytes(_csv(table, header=start == 0), CSV)
+        else:
+            ref = call.artifacts.put_bytes(_parquet(table), PARQUET)
+        parts.append(ref.sha256)
         seconds += monotonic() - begun
         done = min(start + _PART_ROWS, len(hits))
-        summary = _encoded(_summary(hits, seconds))
-        state = {"parts": parts.copy(), "assembly_seconds": seconds, "summary": summary}
+        state = {"parts": parts.copy(), "assembly_seconds": seconds, "summary": _encoded(_summary(hits, seconds))}
         yield Checkpoint(state, stage="write", completed=done, total=len(hits))
-    if summary is None:
-        state = {"parts": [], "assembly_seconds": 0.0, "summary": _encoded(_summary(hits, 0.0))}
-        yield Checkpoint(state, stage="write", completed=0, total=0)
-    elif resume and len(parts) == len(resume["parts"]):
+    if resume and len(parts) == len(resume["parts"]):
         yield Checkpoint(dict(resume), stage="write", completed=len(hits), total=len(hits))
 
 
-def _encoded(summary: apex_pb2.SearchSummary) -> str:
+def _parquet(table: Any) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _csv(table: Any, *, header: bool) -> bytes:
+    """RFC 4180; floats as Python writes them, the shortest digits that read back as the same number."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    if header:
+        writer.writerow(table.column_names)
+    writer.writerows(zip(*(column.to_pylist() for column in table.columns), strict=True))
+    return text.getvalue().encode()
+
+
+def _encoded(summary: apex_pb2.SearchSummary) -> str:
     return json.dumps(json_format.MessageToDict(summary, preserving_proto_field_name=True), sort_keys=True)
 
 
 def finish_search(request: apex_pb2.StartSearchRequest, state: Mapping[str, Any], call: Call) -> apex_pb2.SearchResult:
-    """The parts joined to one Parquet file, one part in memory at a time."""
+    """The parts joined to one file, one part in memory at a time."""
+    summary = json_format.Parse(state["summary"], apex_pb2.SearchSummary())
+    with tempfile.TemporaryDirectory(prefix="lyceum-") as folder:
+        path = Path(folder) / "hits"
+        if request.format == apex_pb2.HITS_FORMAT_CSV:
+            with path.open("wb") as joined:
+                for sha256 in state["parts"]:
+                    with call.artifacts.open(sha256) as file:
+                        shutil.copyfileobj(file, joined)
+            ref = call.artifacts.put_file(path, CSV)
+        else:
+            _join_parquet(path, state["parts"], call)
+            ref = call.artifacts.put_file(path, PARQUET)
+    return apex_pb2.SearchResult(hits=common_pb2.TableRef(artifact=ref, row_count=summary.hit_count), summary=summary)
 
+
+def _join_parquet(path: Path, parts: Sequence[str], call: Call) -> None:
     import pyarrow.parquet as pq
 
-    with tempfile.TemporaryDirectory(prefix="lyceum-") as folder:
-        path = Path(folder) / "hits.parquet"
-        rows = 0
-        writer: Any = None
-        for sha256 in state["parts"]:
-            with call.artifacts.open(sha256) as file:
-                table = pq.read_table(file)
-            writer = writer or pq.ParquetWriter(path, table.schema)
-            writer.write_table(table)
-            rows += table.num_rows
-        writer.close()
-        ref = call.artifacts.put_file(path, PARQUET)
-    return apex_pb2.SearchResult(
-        hits=common_pb2.TableRef(artifact=ref, row_count=rows),
-        summary=json_format.Parse(state["summary"], apex_pb2.SearchSummary()),
-    )
-
-
-def count_matches(request: apex_pb2.CountMatchesRequest, call: Call) -> apex_pb2.CountMatchesResponse:
-    """An exact count over all products."""
-    index = load_index(call, request.index)
-    constraints = _constraints(request.constraints, index, "constraints")
-    weights = _weights(request.objective, index, "objective")
-    if request.HasField("min_objective") != bool(weights):
-        field = "min_objective" if weights else "objective"
-        raise InvalidArgument((field, "objective and min_objective go together; give both or neither"))
-    with fields(lambda field: "min_objective" if field == "cutoff" else _by_place(field, constraints, weights)):
-        found = index.count(
-            constraints,
-            objective=weights or None,
-            cutoff=request.min_objective if weights else None,
-            should_stop=call.should_stop,
-        )
-    return apex_pb2.CountMatchesResponse(
-        count=str(found.count), fraction=found.fraction, product_count=str(found.products_total)
-    )
+    writer: Any = None
+    for sha256 in parts:
+        with call.artifacts.open(sha256) as file:
+            table = pq.read_table(file)
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    writer.close()
 
 
 def score_products(request: apex_pb2.ScoreProductsRequest, call: Call) -> apex_pb2.ScoreProductsResponse:
     """Predictions and slack of named products."""
     index = load_index(call, request.index)
     library = load_library(call, request.index.partition("/indexes/")[0])
-    constraints = _constraints(request.constraints, index, "constraints")
+    constraints = constraints_of(request.constraints, index, "constraints")
     reaction = np.empty(len(request.products), np.int32)
     synthons = np.full((len(request.products), 4), -1, np.int32)
     for i, name in enumerate(request.products):
@@ -264,7 +220,7 @@ def score_products(request: apex_pb2.ScoreProductsRequest, call: Call) -> apex_p
             reaction[i], parts = library.parse_name(name, f"products[{i}]")
         synthons[i, : len(parts)] = parts
     values = index.score(reaction, synthons)
-    with fields(lambda field: _by_place(field, constraints, {})):
+    with fields(lambda field: by_place(field, constraints, {})):
         slack = index.slack(values, constraints)
     return apex_pb2.ScoreProductsResponse(
         values=codec.to_tensor(values), properties=index.table.names, slack=codec.to_tensor(slack)
