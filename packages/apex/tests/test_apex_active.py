@@ -209,6 +209,14 @@ def test_products_outside_the_constraints_are_never_asked(library: SynthonLibrar
     assert none.calls == 0
 
 
+def test_products_that_few_draws_would_meet_are_found_by_their_constraints(library: SynthonLibrary) -> None:
+    """Four of 144 products cost two; twenty draws for the first call often meet none of them."""
+    table = _price_table(library)
+    for seed in range(6):
+        plan = ActivePlan(budget=4, rounds=1, initial=1, constraints={"price": (None, 2.0)}, seed=seed)
+        assert active_search(library, _logp, plan, table=table).calls == 4
+
+
 def test_what_is_out_of_stock_is_never_asked(library: SynthonLibrary) -> None:
     available = np.arange(library.n_legs) % 2 == 0
     table = _price_table(library).with_availability(available)

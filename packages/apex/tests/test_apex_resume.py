@@ -99,7 +99,10 @@ def test_an_active_search_whose_server_is_killed_goes_on_to_the_same_hits(tmp_pa
             whole = _scored_by_length(apex, apex_pb2.RunActiveSearchRequest(start=start))
             dying = _scored_by_length(apex, apex_pb2.RunActiveSearchRequest(start=start), 3, process)
             process.wait()
-            process = _start(tmp_path, port)
+        process = _start(tmp_path, port)
+        with connect(
+            "apex", target=f"127.0.0.1:{port}"
+        ) as apex:  # the old channel may still wait before it tries again
             apex.ready(60)
             resumed = _scored_by_length(apex, apex_pb2.RunActiveSearchRequest(session=dying.session))
     finally:

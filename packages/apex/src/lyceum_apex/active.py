@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from lyceum_apex.contributions import MAX_MAGNITUDE, MAX_RGROUPS, ContributionTable, Interactions, score
 from lyceum_apex.errors import FieldError
 from lyceum_apex.interactions import LegModel
-from lyceum_apex.leg_process import WIDTH, Variances, fit_process
+from lyceum_apex.leg_process import WIDTH, fit_process
 from lyceum_apex.library import ProductBatch, SynthonLibrary
 from lyceum_apex.query import Bounds, Query, check_constraints, rank, slack
 from lyceum_apex.search import search
@@ -43,6 +43,7 @@ class ActivePlan:
     Args:
         budget: products scored in all, at least 1; a smaller library is scored whole.
         rounds: searches after the random sample, each for an equal share of what is left of the budget; 0 for none.
+            More follow where a round met too few products within the constraints.
         initial: products of the random sample; None for a fifth of the budget.
         maximize: whether large scores are good.
         constraints: (lower, upper) by property of the table that `ActiveSearch` is given; products outside are never
@@ -74,7 +75,7 @@ class ActivePlan:
         budget = min(self.budget, products)
         first = budget if not self.rounds else min(self.initial or max(self.budget // 5, 1), budget)
         later = (budget - first) * np.arange(self.rounds + 1) // max(self.rounds, 1)
-        return [first, *(int(n) for n in np.diff(later))]
+        return [first, *(int(n) for n in np.diff(later) if n)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,17 +174,18 @@ class ActiveSearch:
 
         Raises Stopped.
         """
-        shares = self.plan.shares(self.library.n_products)
-        if len(state.pending):
-            return state
-        while len(state.rounds) < len(shares):
-            wanted = shares[len(state.rounds)]
-            first = not state.rounds or np.isfinite(state.scores).sum() < 2
-            batch = self._random(state, wanted) if first else self._best(state, wanted, should_stop)
+        shares = np.cumsum(self.plan.shares(self.library.n_products))
+        while not len(state.pending) and len(state.asked) < shares[-1]:
+            planned = len(state.rounds) < len(shares)
+            if not planned and not state.rounds[-1]:
+                break  # no product is left that meets the constraints
+            wanted = int(shares[len(state.rounds)] if planned else shares[-1]) - len(state.asked)
+            model = self._model(state, should_stop)
+            batch = self._random(state, wanted) if model is None else self._best(state, wanted, model, should_stop)
+            if not len(batch) and model is None:  # too few products meet the constraints to be met at random
+                batch = self._best(state, wanted, _nothing(self.library), should_stop)
             asked = ProductBatch(np.concatenate([state.asked.r, batch.r]), np.concatenate([state.asked.s, batch.s]))
             state = ActiveState(asked, state.scores, (*state.rounds, len(batch)))
-            if len(batch):
-                break
         return state
 
     def result(self, state: ActiveState) -> ActiveResult:
@@ -200,8 +202,8 @@ class ActiveSearch:
             state,
         )
 
-    def fit(self, state: ActiveState, *, should_stop: ShouldStop | None = None) -> tuple[LegModel, Variances]:
-        """The process given all scores of the state, signed so that large is good."""
+    def _model(self, state: ActiveState, should_stop: ShouldStop | None) -> LegModel | None:
+        """The process given all scores of the state, signed so that large is good; None for fewer than two scores."""
 
         def check() -> None:
             if should_stop is not None and should_stop():
@@ -209,10 +211,12 @@ class ActiveSearch:
 
         y = (1.0 if self.plan.maximize else -1.0) * state.scores
         known = np.isfinite(y)
+        if np.count_nonzero(known) < 2:
+            return None
         sample = y[: state.rounds[0]][known[: state.rounds[0]]]
         sample = sample if len(sample) else y[known]
         worst = float(np.median(sample))
-        return fit_process(
+        model, _ = fit_process(
             self.library.sizes,
             self.features,
             state.asked.r[: len(y)][known],
@@ -222,6 +226,7 @@ class ActiveSearch:
             streams=Streams(self.plan.seed).child("apex.active.fit", len(state.rounds)),
             check=check,
         )
+        return model
 
     def _random(self, state: ActiveState, wanted: int) -> ProductBatch:
         """New products drawn at random, as many as wanted if so many of those drawn meet the constraints."""
@@ -238,9 +243,8 @@ class ActiveSearch:
         rows = np.flatnonzero(kept)[:wanted]
         return ProductBatch(batch.r[rows], batch.s[rows])
 
-    def _best(self, state: ActiveState, wanted: int, should_stop: ShouldStop | None) -> ProductBatch:
-        """The new products that look best by all scores so far and meet the constraints."""
-        model, _ = self.fit(state, should_stop=should_stop)
+    def _best(self, state: ActiveState, wanted: int, model: LegModel, should_stop: ShouldStop | None) -> ProductBatch:
+        """The new products that look best to the model and meet the constraints."""
         query = Query(
             objective=_SCORE,
             k=wanted + len(state.asked),  # so many that enough new ones are among them
@@ -341,6 +345,11 @@ def leg_features(library: SynthonLibrary) -> FloatArray:
     kept = np.flatnonzero(size > 1e-9 * size[-1])[::-1][:WIDTH]
     phi: FloatArray = similar @ axes[:, kept] / np.sqrt(size[kept])
     return phi[library.leg_smiles]
+
+
+def _nothing(library: SynthonLibrary) -> LegModel:
+    """A model to which all products are equal."""
+    return LegModel(np.zeros(1), np.zeros((library.n_legs, 1)), np.zeros((library.n_legs, 1, MAX_RGROUPS, 1)))
 
 
 def _among(batch: ProductBatch, asked: ProductBatch) -> NDArray[np.bool_]:
