@@ -1,4 +1,4 @@
-"""Draws recall against calls, as `lyceum bench apex --case recall` wrote it: `python draw.py recall.json recall.png`.
+"""Draws recall against calls, as `lyceum bench apex --case recall` wrote it: `python draw.py recall.json recall.svg`.
 
 Lines are means over seeds, bands their range.
 """
@@ -17,7 +17,7 @@ from matplotlib import pyplot  # pants: no-infer-dep
 def main(source: str, target: str) -> None:
     results = json.loads(Path(source).read_text())
     tops = list(next(iter(results["curves"].values())))
-    figure, panels = pyplot.subplots(1, len(tops), figsize=(9, 3.6), sharex=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, len(tops), figsize=(9, 4.4), sharex=True, layout="constrained")
     for panel, top in zip(panels, tops):
         for name, curves in results["curves"].items():
             runs = np.array(curves[top])
@@ -26,8 +26,9 @@ def main(source: str, target: str) -> None:
             panel.fill_between(calls, runs.min(axis=0), runs.max(axis=0), alpha=0.2, color=line.get_color())
         panel.set(xlabel="products scored", ylabel=f"recall of the best {int(top):,}", ylim=(0, 1))
         panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=7)
-    figure.savefig(target, dpi=110)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, ncols=3, loc="outside lower center")
+    pyplot.rcParams["svg.hashsalt"] = "recall"  # the same ids each time
+    figure.savefig(target, metadata={"Date": None})
 
 
 if __name__ == "__main__":

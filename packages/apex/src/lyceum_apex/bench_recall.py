@@ -9,7 +9,7 @@ settled by looking at this data set, which flatters it somewhat; variances are e
 
 Peers run in the same run at equal calls, in an environment of their own: `LYCEUM_APEX_PEERS` holds the command, such as
 `peers/bin/python packages/apex/benchmarks/peers/run.py`; without it there are only our own arms.  They have their
-packages' defaults, but for one arm with the number of warm-up trials (2 to 38 were tried) that found most on one seed.
+packages' defaults, but for one arm of TACTICS whose number of warm-up trials found most of this very truth.
 """
 
 import csv
@@ -45,8 +45,8 @@ PEERS = {
     "synthonbench GA": ("ga",),
     "synthonbench BB*": ("bb",),
     "TACTICS recommended": ("tactics-recommended", "5"),
-    "TACTICS recommended, 3 trials": ("tactics-recommended", "3"),
     "TACTICS recommended_rws": ("tactics-recommended_rws", "5"),
+    "TACTICS recommended_rws, 10 trials": ("tactics-recommended_rws", "10"),
     "TACTICS legacy_rws": ("tactics-legacy_rws", "5"),
 }
 """Arms of the peers' command, for TACTICS with its number of warm-up trials."""
