@@ -251,6 +251,20 @@ def test_an_unexpected_error_of_the_server_shows_only_its_reference(target: str)
     assert "secret" not in error_line(result)
 
 
+def test_operations_of_another_service_in_the_same_database_are_not_listed_as_a_service_s_own(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LYCEUM_APEX_TARGET", target)
+    started = lines(run("call", "testing", "Train", '{"steps": 1}', "--target", target, "--json"))[0]["name"]  # type: ignore[index]
+
+    def listed(*where: str) -> list[str]:
+        (answer,) = lines(run("ops", "list", *where, "--json"))
+        return [operation["name"] for operation in answer["operations"]]  # type: ignore[index]
+
+    assert started in listed("--target", target)
+    assert started not in listed("--service", "apex")
+
+
 def test_a_server_that_is_down_is_one_line_saying_how_to_start_it(monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
