@@ -225,6 +225,7 @@ class _Request:
         else:
             # Not cancelled half-way: gRPC would not know that they are sent, and the status could not follow.
             self.sending = asyncio.ensure_future(self.context.send_initial_metadata(()))
+            self.sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())  # else it is logged
             await asyncio.shield(self.sending)
 
     def _submit(self, work: Callable[[], bytes], *, shared: bool = False) -> "asyncio.Future[bytes]":
